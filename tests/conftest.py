@@ -10,6 +10,8 @@ os.environ.setdefault(
 # four devices; less optimization and no MLIR on the way to LLVM: most of the tests' time is
 # compilation, of which this saves a third
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# lines of code in programs, which nobody reads: a tenth of tracing and lowering
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 _flags = "--xla_force_host_platform_device_count=4 --xla_cpu_use_fusion_emitters=false"
 if _flags not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}".strip()
@@ -37,10 +39,13 @@ for _name, _value in {
 _MAPS = Path("/proc/self/maps")
 # of the 65,530 memory maps that Linux allows a process; every compiled program takes some, and XLA
 # crashes without
-_MANY = 30_000
+_MANY = 45_000
+# Python's collector looks at all traced programs time and again: an eighth of the tests' time. It
+# runs where they are given up
+gc.disable()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _compiled_programs_fit_into_memory_maps() -> Iterator[None]:
     yield
     if _MAPS.exists() and _MAPS.read_text().count("\n") > _MANY:

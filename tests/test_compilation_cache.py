@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+import pytest
 
 import numpyro_fed as fed
 from numpyro_fed._compat import stderr_without
@@ -17,6 +18,7 @@ jax.jit(lambda x: x + 1)(1.0)
 """
 
 
+@pytest.mark.ci
 def test_programs_are_kept_where_their_owner_alone_reads(tmp_path):
     other = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
     del other["TF_CPP_MIN_LOG_LEVEL"]  # which would hide XLA's words on a program that it loads

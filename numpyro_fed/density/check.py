@@ -57,17 +57,16 @@ class FactorizationError(ValueError):
         self.plain = plain
 
 
-@quick_jit("factors")
-def _point(factors: Factors, silos: Silos, key: Array) -> tuple[dict, dict]:
-    """Draw global sites, and local sites in flat order (elements first)."""
+def _point(factors: Factors, silos: Silos, seed: int) -> tuple[dict, dict]:
+    """Draw global sites, and local sites in flat order (elements first); compiles nothing."""
+    rng, dtype = np.random.default_rng(seed), jnp.result_type(float)
+    theta = jax.eval_shape(factors.unravel, jax.ShapeDtypeStruct((factors.dim,), dtype))
     groups = factors.local_groups()
-    keys = random.split(key, len(factors.local_sites) + 1)
-    theta = factors.unravel(0.5 * random.normal(keys[0], (factors.dim,)))
     z = {
-        s.name: 0.5 * random.normal(k, (sum(silos.sizes[groups[s.name]]), *s.shape))
-        for s, k in zip(factors.local_sites, keys[1:], strict=True)
+        s.name: jax.ShapeDtypeStruct((sum(silos.sizes[groups[s.name]]), *s.shape), dtype)
+        for s in factors.local_sites
     }
-    return theta, z
+    return jax.tree.map(lambda x: (0.5 * rng.normal(size=x.shape)).astype(x.dtype), (theta, z))
 
 
 def _own(factors: Factors, z: dict[str, Array], view: SiloView) -> dict[str, Array]:
@@ -173,7 +172,7 @@ def made_up_silos(factors: Factors, silos: Silos, seed: int) -> Silos | None:
     """Return two silos of made-up rows with a finite pooled density, or ``None``."""
     for all_whole, (low, high) in product((False, True), _WHOLE):
         found = random_silos(silos, np.random.default_rng(seed), low, high, all_whole)
-        theta, z = _point(factors, found, random.key(seed))
+        theta, z = _point(factors, found, seed)
         try:
             value = float(_pooled(factors, theta, z, found)[0])
         except (TypeError, ValueError, IndexError) as error:
@@ -193,7 +192,7 @@ def _check_sum(factors: Factors, silos: Silos, seed: int) -> None:
     """Compare the sum of the factors with the pooled model at two random points."""
     factors = factors.for_silos(silos)
     for point in range(2):
-        theta, z = _point(factors, silos, random.key(seed + point))
+        theta, z = _point(factors, silos, seed + point)
         try:
             value, gradient, terms = _factored(factors, theta, z, silos)
         except (TypeError, ValueError, IndexError) as error:

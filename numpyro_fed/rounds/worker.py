@@ -148,12 +148,18 @@ def worker_of(silos: Silos, name: str, known: Silos | None = None) -> SiloWorker
     for group, count in pad:
         inside = np.minimum(np.arange(count), known.sizes[group][number] - 1)
         places = silos.offsets(group)[here] + inside
-        order[group] = (
-            silos.order[group][places]
+        # in NumPy, as JAX would compile for each shape
+        order[group] = jnp.asarray(
+            np.asarray(silos.order[group])[places]
             if known is silos
-            else jnp.asarray(known.offsets(group)[number] + inside, jnp.int32)
+            else known.offsets(group)[number] + inside,
+            jnp.int32,
         )
-        rows |= {leaf: x[places] for leaf, x in silos.rows.items() if silos.group[leaf] == group}
+        rows |= {
+            leaf: jnp.asarray(np.asarray(x)[places])
+            for leaf, x in silos.rows.items()
+            if silos.group[leaf] == group
+        }
     alone = SiloAlone.from_spec(known.spec, rows, order, silos.shared_arrays)
     return SiloWorker(number, alone, pad)
 

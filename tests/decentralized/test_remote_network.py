@@ -200,6 +200,7 @@ def test_a_step_sends_a_position_and_brings_a_gradient():
 # Silos that do not answer, and servers that die
 
 
+@pytest.mark.ci
 def test_a_silo_that_is_silent_for_a_while_is_asked_again():
     silos = intercepts_silos()
     kernel = CASES["element latents"][0]

@@ -35,8 +35,13 @@ MEAN = (Y.sum() + OWN.sum()) / PRECISION
 
 def added(aggregate, *values):
     """Return what an aggregate adds to a model's density."""
-    trace = numpyro.handlers.trace(aggregate).get_trace("it", *values)
-    return float(trace["it"]["fn"].log_prob(trace["it"]["value"]))
+
+    @jax.jit
+    def log_prob(values):
+        site = numpyro.handlers.trace(aggregate).get_trace("it", *values)["it"]
+        return site["fn"].log_prob(site["value"])
+
+    return float(log_prob(values))
 
 
 def test_an_estimate_counts_as_its_normal_law():

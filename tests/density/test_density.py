@@ -371,12 +371,17 @@ def test_handlers_see_a_plain_model(name: str, outside: bool, plain: Callable) -
         model = HANDLERS[name](intercepts)
         if mark and outside:
             model = fed.mark_silos(model, "patients")
-        with handlers.seed(rng_seed=3):
-            trace = handlers.trace(model).get_trace(y)
-        assert fed.handlers.is_silo_plate(trace["patients"]) == mark
-        values = {k: s["value"] for k, s in trace.items() if s["type"] == "sample"}
-        with handlers.seed(rng_seed=3):
-            return values, log_density(model, (y,), {}, values)[0]
+
+        @jax.jit
+        def found() -> tuple[dict, Array]:
+            with handlers.seed(rng_seed=3):
+                trace = handlers.trace(model).get_trace(y)
+            assert fed.handlers.is_silo_plate(trace["patients"]) == mark
+            values = {k: s["value"] for k, s in trace.items() if s["type"] == "sample"}
+            with handlers.seed(rng_seed=3):
+                return values, log_density(model, (y,), {}, values)[0]
+
+        return found()
 
     expected = plain(lambda: draws(False))
     assert_same(plain(lambda: draws(True)) if outside else draws(True), expected)

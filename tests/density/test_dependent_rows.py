@@ -90,7 +90,8 @@ def test_each_silo_has_its_own_risk_sets():
             kwargs, weights = SiloView(silos, number, largest(silos)).whole()
             return factors.log_local({"beta": 0.3}, {}, kwargs, weights)
 
-        return [np.asarray(jax.vmap(one)(jnp.arange(3))), np.stack([*map(jax.jit(one), range(3))])]
+        every = jax.jit(jax.vmap(one))(jnp.arange(3))
+        return [np.asarray(every), np.stack([*map(jax.jit(one), range(3))])]
 
     expected = partial_likelihood(silos, np.array([0.3]))[:, 0]
     for own in terms(False):

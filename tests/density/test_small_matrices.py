@@ -16,20 +16,20 @@ def matrices(k):
 @pytest.mark.parametrize("k", [1, 2, 3, 6, 8])
 def test_factors_and_solves(k):
     a, x = matrices(k), np.random.default_rng(0).normal(size=(5, 3, k))
-    factor = small_matrices.cholesky(jnp.asarray(a))
+    factor = jax.jit(small_matrices.cholesky)(a)
     np.testing.assert_allclose(factor, np.linalg.cholesky(a), rtol=2e-4, atol=2e-5)
     np.testing.assert_allclose(
-        small_matrices.solve(factor, jnp.asarray(x)),
+        jax.jit(small_matrices.solve)(factor, x),
         np.linalg.solve(a, x[..., None])[..., 0],
         rtol=1e-3,
         atol=1e-4,
     )
-    lower = small_matrices.solve_lower(factor, jnp.asarray(x))
+    lower = jax.jit(small_matrices.solve_lower)(factor, x)
     np.testing.assert_allclose(
         np.einsum("...ij,...j->...i", factor, lower), x, rtol=1e-4, atol=1e-4
     )
     np.testing.assert_allclose(
-        small_matrices.inverse_cholesky(jnp.asarray(a)),
+        jax.jit(small_matrices.inverse_cholesky)(a),
         np.linalg.cholesky(np.linalg.inv(a)),
         rtol=1e-3,
         atol=1e-4,
@@ -43,7 +43,7 @@ def test_positive_systems(k):
         np.random.default_rng(0).normal(size=(5, 3, k, 2)),
     )
     a = 0.5 * (a + np.swapaxes(a, -1, -2)) + 200 * k * np.eye(k) * (k > 1)
-    found = small_matrices.solve_positive(jnp.asarray(a), jnp.asarray(x))
+    found = jax.jit(small_matrices.solve_positive)(a, x)
     np.testing.assert_allclose(
         found, np.linalg.solve(a, x), rtol=1e-3, atol=1e-5 * np.abs(np.linalg.solve(a, x)).max()
     )
@@ -61,4 +61,6 @@ def test_determinants_differentiate():
     def log_det(a):
         return 2 * jnp.sum(jnp.log(jnp.diagonal(small_matrices.cholesky(0.5 * (a + a.T)))))
 
-    np.testing.assert_allclose(jax.grad(log_det)(a), np.linalg.inv(a), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(log_det))(a), np.linalg.inv(a), rtol=1e-3, atol=1e-4
+    )

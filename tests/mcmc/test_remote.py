@@ -228,6 +228,7 @@ class Deaf(fed.Loopback):
         return [None if silent and c.number == 1 else replies[id(c)] for c in calls]
 
 
+@pytest.mark.ci
 def test_a_reply_that_is_lost_on_the_way_leaves_no_trace_in_the_silo():
     silos, found = intercepts_silos(), []
     for computes in (True, False):

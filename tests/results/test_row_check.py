@@ -114,6 +114,7 @@ def test_what_leaves_a_silo_is_41_numbers():
     np.testing.assert_array_equal(found, masked)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("shift", "seen"), [(0.0, False), (4.0, True)])
 def test_an_outlier_is_seen_and_the_control_is_not(shift, seen):
     silos = centers(shift)

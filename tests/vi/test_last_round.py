@@ -5,6 +5,7 @@ What they cannot mend is flagged.
 
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def test_draws_with_wider_tails_have_the_density_they_say(dim):
     """
     keys = random.split(random.key(0), 40_000)
     noise = random.normal(random.key(1), (len(keys), dim))
-    u, log_ratio = jax.vmap(stretched_normal)(keys, noise)
+    u, log_ratio = jax.jit(jax.vmap(stretched_normal))(keys, noise)
     weight = np.exp(-np.asarray(log_ratio, float))
     squares = np.asarray(u, float) ** 2
     for x in (
@@ -58,7 +59,7 @@ def test_the_density_is_exact_however_far_out_a_draw_is():
     """
     keys, dim = random.split(random.key(0), 200_000), 6
     noise = random.normal(random.key(1), (len(keys), dim))
-    u, log_ratio = (np.asarray(x, float) for x in jax.vmap(stretched_normal)(keys, noise))
+    u, log_ratio = (np.asarray(x, float) for x in jax.jit(jax.vmap(stretched_normal))(keys, noise))
     tails = student.logpdf(u, 3, 0, 3.0) - normal.logpdf(u)
     pairs = [tails[:, i] + tails[:, j] for i in range(dim) for j in range(i)]
     one, two = logsumexp(tails, 1) - np.log(dim), logsumexp(pairs, 0) - np.log(15)
@@ -89,6 +90,7 @@ def test_candidates_with_wider_tails_have_the_density_they_say(dim):
     assert np.mean(np.asarray(wide) ** 2) > 1.1 / dim  # the control
 
 
+@partial(jax.jit, static_argnums=(0, 3))
 def weighed_nodes(dim, loc, scale, num=20_000):
     """Return nodes ``(K, num, dim)`` and their log weights where a normal law is to be found."""
     shift = random.uniform(random.key(5), (num, dim))
