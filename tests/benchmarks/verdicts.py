@@ -126,8 +126,8 @@ def main() -> None:
             continue
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(*rows[-1].values(), sep="  ", flush=True)
-    if args.record:
-        record(args.record, rows, start)
+        if args.record:  # after each, as all take most of an hour
+            record(args.record, rows, start)
 
 
 if __name__ == "__main__":
