@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -90,7 +91,7 @@ def coordinate(
     address: str,
     **settings: float | str,
 ) -> str:
-    """Start a SuperLink and the run, wait for its end, and stop both.
+    """Start a SuperLink and the run, wait for its end or for SIGTERM, and stop both.
 
     :param settings: ``wait`` and ``patience``; for a fit ``out`` (a netCDF file) and what
         :func:`~numpyro_fed.cli.posterior.posterior` is told; for a check the file ``result``.
@@ -113,6 +114,8 @@ def coordinate(
         ca=tls / "ca.crt",
         host=host,
     )
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with (folder / "link.log").open("ab") as log:
         link = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
     try:

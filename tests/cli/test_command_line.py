@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -633,6 +634,24 @@ def test_a_silo_that_is_killed_and_started_again_changes_no_draw(study):
         for line in (study / "private-rome" / "audit.jsonl").read_text().splitlines()
     ]
     assert sum(line["what"] == "calls" for line in audit) > at
+
+
+@pytest.mark.ci
+def test_a_coordinator_that_is_stopped_leaves_no_server(study):
+    pytest.importorskip("flwr")
+
+    def listens(port):
+        with socket.socket() as s:
+            return s.connect_ex(("127.0.0.1", port)) == 0
+
+    with Federation(study) as fit:
+        coordinator, end = fit.run("fit.nc"), time.monotonic() + 60
+        while not listens(fit.port) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert listens(fit.port), fit.logs()
+        coordinator.terminate()
+        assert coordinator.wait(30) == 128 + signal.SIGTERM
+        assert not listens(fit.port)
 
 
 @pytest.mark.slow
