@@ -79,13 +79,11 @@ class Question(NamedTuple):
 
     def log_likelihood(self) -> np.ndarray:
         """Return each silo's log likelihood, summed over its rows, at the draws, ``(n, S)``."""
-        setup, config = self.setup, self.setup.config
         if isinstance(self.silos, RemoteSilos):
-            found = np.stack(self.ask(EstimateLocal(config, stretched=True, placed=True)), 1)
+            local = EstimateLocal(self.setup.config, stretched=True, placed=True)
+            found = np.stack(self.ask(local), 1)
         else:
-            here = setup.local, setup.stacks
-            found = np.asarray(estimates_here(config, self.params, *here, self.told))
-            found = found[:, self._order]
+            found = np.asarray(self._here(estimates_here))[:, self._order]
         return found.astype(np.float64)
 
     def latents(self) -> list[dict[str, Array]]:
@@ -93,9 +91,12 @@ class Question(NamedTuple):
 
         :return: for each structure its local sites, unconstrained, in pooled order, draws first.
         """
+        return self._here(latents_here)
+
+    def _here(self, function: Callable) -> PyTree:
         setup = self.setup
         where = setup.local, setup.stacks, setup.totals
-        return latents_here(setup.config, self.params, *where, self.told)
+        return function(setup.config, self.params, *where, self.told)
 
     @property
     def _order(self) -> np.ndarray:

@@ -226,33 +226,6 @@ def ask_estimates(
     return silos.ask_again(calls)[0]
 
 
-@quick_jit("config")
-def estimates_here(
-    config: FitConfig,
-    params: dict[str, Array],
-    local: list,
-    stacks: list[SiloRows],
-    told: Position,
-) -> Array:
-    """Return estimates of silos here at draws of theta, around the latents' modes, ``(n, S)``.
-
-    Silos are in the order of the stacks.
-    """
-    learned = {k: params[k] for k in config.learned}
-
-    def one(at: Position) -> Array:
-        how = (config, True, True, at.context._replace(params=params), learned)
-        silo = partial(candidate, *how, at.key_local, at.key_choice)
-        each = [
-            jax.vmap(silo, in_axes=(rows.axes, 0))(rows, own)[0]
-            for rows, own in zip(stacks, local, strict=True)
-        ]
-        return jnp.concatenate(each)
-
-    numbers = _numbers(config, True, local, stacks)
-    return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers))
-
-
 @quick_jit("config", "totals", "num", "stretched", "placed")
 def draw(
     config: FitConfig,
@@ -293,6 +266,26 @@ def draw(
 
 
 @quick_jit("config", "totals")
+def estimates_here(
+    config: FitConfig,
+    params: dict[str, Array],
+    local: list,
+    stacks: list[SiloRows],
+    totals: tuple[tuple[tuple[str, int], ...], ...],
+    told: Position,
+) -> Array:
+    """Return estimates of silos here at draws of theta, around the latents' modes, ``(n, S)``.
+
+    Silos are in the order of the stacks.
+    """
+
+    def one(silo: Callable) -> Array:
+        return jnp.concatenate(_of_silos(silo, config, local, stacks, totals)[0])
+
+    return _around_modes(one, config, params, local, stacks, told)
+
+
+@quick_jit("config", "totals")
 def latents_here(
     config: FitConfig,
     params: dict[str, Array],
@@ -305,15 +298,30 @@ def latents_here(
 
     :return: for each structure its local sites in pooled order, draws first.
     """
-    learned = {k: params[k] for k in config.learned}
 
-    def one(at: Position) -> list[dict[str, Array]]:
-        how = config, True, True, at.context._replace(params=params), learned
-        silo = partial(candidate, *how, at.key_local, at.key_choice)
+    def one(silo: Callable) -> list[dict[str, Array]]:
         return _of_silos(silo, config, local, stacks, totals)[1]
 
+    return _around_modes(one, config, params, local, stacks, told)
+
+
+def _around_modes(
+    one: Callable[[Callable], PyTree],
+    config: FitConfig,
+    params: dict[str, Array],
+    local: list,
+    stacks: list[SiloRows],
+    told: Position,
+) -> PyTree:
+    """Return at each draw what ``one`` makes of :func:`candidate`."""
+    learned = {k: params[k] for k in config.learned}
+
+    def at_draw(at: Position) -> PyTree:
+        how = config, True, True, at.context._replace(params=params), learned
+        return one(partial(candidate, *how, at.key_local, at.key_choice))
+
     numbers = _numbers(config, True, local, stacks)
-    return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers))
+    return lax.map(at_draw, told, batch_size=at_once(len(told.log_weight), numbers))
 
 
 def _of_silos(
