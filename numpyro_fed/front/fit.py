@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 # the same, for rounds that only give chains a start: the fit of surrogates goes on from there, and
 # chains were as right as from a cold start on 19 models (docs/results.md)
 _START_TOL = 0.1
+# most latents of a silo that depend on each other, for conducive rounds: with 250 a round takes
+# a minute
+_LARGEST_UNIT = 64
 _METHODS = ("auto", "vi", "hmc", "fsgld")
 
 
@@ -60,7 +63,9 @@ def fit(
 
     HMC makes thousands of rounds, and is for silos in this process. Remote silos integrate their
     latents out in the second step (``HMC(model, marginal=True)``). 64 chains then make hundreds of
-    rounds, on some models thousands. :class:`MixedSilos` end with the first step.
+    rounds, on some models thousands. Where more than 64 latents of a remote silo depend on each
+    other, :class:`FSGLD` takes the place of both steps. :class:`MixedSilos` end with the first
+    step.
 
     What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds`, :mod:`numpyro_fed.vi.draws`
     for the last round, :class:`HMC` and :class:`FSGLD`.
@@ -98,13 +103,34 @@ def fit(
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     check_key(rng_key)
     _check_silos(method, silos)
-    key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
+    key_chains = jax.random.split(rng_key, 3)[2]
     can_chain = not isinstance(silos, MixedSilos | RemoteSilos)
-    svi, joint = (None, True) if method == "hmc" else _settable(model, silos)
+    svi, joint = (None, 1) if method == "hmc" else _settable(model, silos)
     if svi is None or (method == "auto" and joint and can_chain):
         why = "latents of a silo depend on each other: " if svi is not None else ""
         found = hmc(model, silos, num_draws, key_chains, progress_bar)
         return _reported(found, why, progress_bar)
+    if joint > _LARGEST_UNIT and method != "vi" and not isinstance(silos, MixedSilos):
+        try:
+            found = fsgld(model, None, silos, num_draws, key_chains, progress_bar)
+            return _reported(found, f"{joint} latents of a silo are one unit: ", progress_bar)
+        except ValueError:  # a model that FSGLD does not cover
+            if method == "fsgld":
+                raise
+    return _by_rounds(model, svi, silos, method, num_draws, rng_key, progress_bar)
+
+
+def _by_rounds(
+    model: Callable,
+    svi: ConduciveSFVI,
+    silos: Silos | MixedSilos,
+    method: str,
+    num_draws: int,
+    rng_key: Array,
+    progress_bar: bool,
+) -> "InferenceData":
+    """Return draws from the end of conducive rounds: weighed, or of chains."""
+    key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
     if method != "fsgld" and not isinstance(silos, RemoteSilos):
         _compile(svi, silos, num_draws, key_rounds)
     result = svi.run(
@@ -176,18 +202,18 @@ def _compile(svi: ConduciveSFVI, silos: Silos | MixedSilos, num_draws: int, key:
         prepare_draws(pool, svi, silos, num_draws, key)
 
 
-def _settable(model: Callable, silos: Silos | MixedSilos) -> tuple[ConduciveSFVI, bool]:
-    """Return the method with a guide that covers the model, and whether its unit is a silo.
+def _settable(model: Callable, silos: Silos | MixedSilos) -> tuple[ConduciveSFVI, int]:
+    """Return the method with a guide that covers the model, and the number of joint latents.
 
-    The guide's unit is an element of the silo plate, or a silo where its elements depend on each
-    other.
+    The guide's unit is an element of the silo plate (then the number is 0), or a silo where its
+    elements depend on each other.
     """
     try:
         svi = ConduciveSFVI(model, AutoSiloNormal(model))
         svi.setup(silos)
-    except JointUnits:
-        return ConduciveSFVI(model, AutoSiloNormal(model, local_cov="full")), True
-    return svi, False
+    except JointUnits as error:
+        return ConduciveSFVI(model, AutoSiloNormal(model, local_cov="full")), error.size
+    return svi, 0
 
 
 def _of_rounds(result: VIResult) -> tuple[str, bool]:

@@ -326,6 +326,20 @@ def test_latents_that_depend_on_each_other_are_drawn_by_hmc(method):
 
 
 @pytest.mark.ci
+def test_many_dependent_latents_of_remote_silos_are_for_fsgld(monkeypatch):
+    """A round of conducive rounds takes a minute with 250. FSGLD may widen sds by 7 %."""
+    monkeypatch.setattr("numpyro_fed.front.fit._LARGEST_UNIT", 8)  # the silos have 9 and 6
+    silos, mean, sd = nested_silos()
+    remote = fed.RemoteSilos(silos, fed.Loopback(silos))
+    posterior = fed.fit(nested, remote, num_draws=2000, progress_bar=False).posterior
+    assert posterior.attrs["report"].startswith("9 latents of a silo are one unit: FSGLD, 4 chains")
+    effective = float(az.ess(posterior, var_names=["mu"])["mu"])
+    assert abs(float(posterior["mu"].mean()) - mean) < 4 * sd / np.sqrt(effective)
+    assert float(posterior["mu"].std()) == pytest.approx(sd, rel=0.07 + 4 / np.sqrt(effective / 2))
+    assert posterior["mu"].shape == (4, 500)
+
+
+@pytest.mark.ci
 def test_an_unsound_fit_goes_on_and_says_so(monkeypatch):
     """Control: one step alone ends unsound."""
     silos = hierarchy_silos(np.arange(9) % 3)

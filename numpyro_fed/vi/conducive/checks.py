@@ -10,6 +10,7 @@ from numpyro_fed.surrogates.natural_step import CONVERGED
 from numpyro_fed.vi.conducive.antithetic import fewest_rows
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
+from numpyro_fed.vi.guides.family import Family
 from numpyro_fed.vi.loop import VIState
 
 
@@ -17,7 +18,18 @@ class JointUnits(ValueError):
     """Error of a guide that treats elements apart, although they depend on each other.
 
     All latents of a silo are then one unit.
+
+    :param size: latents of the largest silo.
     """
+
+    def __init__(self, said: str, size: int) -> None:
+        super().__init__(said)
+        self.size = size
+
+
+def _unit_size(family: Family, rows: SiloRows) -> int:
+    groups, pad = family.factors.local_groups(), dict(rows.pad)
+    return sum(pad.get(groups[s.name], 1) * math.prod(s.shape) for s in family.factors.local_sites)
 
 
 def check(config: FitConfig, guide: AutoSiloNormal, stacks: list[SiloRows]) -> None:
@@ -62,7 +74,8 @@ def check(config: FitConfig, guide: AutoSiloNormal, stacks: list[SiloRows]) -> N
     if guide.local_cov != "full" and any(f.group is None for f in local):
         raise JointUnits(
             "conducive rounds of latents that are one unit in a silo: expected a guide with "
-            f'local_cov="full", got {guide.local_cov!r}'
+            f'local_cov="full", got {guide.local_cov!r}',
+            max(_unit_size(config.families[rows.part], rows) for rows in stacks),
         )
     width = max((sum(math.prod(s.shape) for s in f.factors.local_sites) for f in local), default=1)
     if width > 1 and guide.local_cov == "diag":
