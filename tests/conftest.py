@@ -10,7 +10,7 @@ os.environ.setdefault(
 # four devices; less optimization and no MLIR on the way to LLVM: most of the tests' time is
 # compilation, of which this saves a third
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# lines of code in programs, which nobody reads: a tenth of tracing and lowering
+# programs without lines of code, which nobody reads here, save a tenth of tracing and lowering
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 _flags = "--xla_force_host_platform_device_count=4 --xla_cpu_use_fusion_emitters=false"
 if _flags not in os.environ.get("XLA_FLAGS", ""):
@@ -40,8 +40,8 @@ _MAPS = Path("/proc/self/maps")
 # of the 65,530 memory maps that Linux allows a process; every compiled program takes some, and XLA
 # crashes without
 _MANY = 45_000
-# Python's collector looks at all traced programs time and again: an eighth of the tests' time. It
-# runs where they are given up
+# Python's collector walks over all traced programs again and again, for an eighth of the tests'
+# time; it runs where programs are given up
 gc.disable()
 
 

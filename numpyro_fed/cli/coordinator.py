@@ -18,7 +18,7 @@ from numpyro_fed.cli.common import check_address
 from numpyro_fed.cli.model_file import load_model_file
 from numpyro_fed.cli.posterior import connected, posterior
 from numpyro_fed.engines import flower
-from numpyro_fed.engines.flower_commands import QUIET, link_command, write_app
+from numpyro_fed.engines.flower_commands import QUIET, exit_at_sigterm, link_command, write_app
 from numpyro_fed.results.check import check
 from numpyro_fed.rounds.files import write_whole
 
@@ -114,8 +114,7 @@ def coordinate(
         ca=tls / "ca.crt",
         host=host,
     )
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_at_sigterm(128 + signal.SIGTERM)
     with (folder / "link.log").open("ab") as log:
         link = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
     try:

@@ -1,7 +1,9 @@
 """Command lines of a deployment with Flower; they are made without Flower installed."""
 
 import json
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +14,18 @@ QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
 }
+
+
+def exit_at_sigterm(code: int) -> None:
+    """Let SIGTERM end this process by SystemExit, so that what it opened is closed.
+
+    A handler that is there stays. Python sets handlers in the main thread alone.
+    """
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
 
 
 def link_command(

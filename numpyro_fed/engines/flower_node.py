@@ -9,10 +9,7 @@ interface; therefore the versions of Flower are pinned.
 
 import logging
 import os
-import signal
 import ssl
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from numpyro_fed.engines.flower import ClientApp, Context, Error, Message, RecordDict
+from numpyro_fed.engines.flower_commands import exit_at_sigterm
 from numpyro_fed.engines.flower_registry import RAISED
 
 # isort: split
@@ -75,13 +73,7 @@ def serve(
     # Flower's own functions end the process
     fleet_http_connection.flwr_exit = _refused
     fleet_http_connection.os = http_retry.os = SimpleNamespace(getpid=os.getpid, kill=_unknown)
-    if (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    ):
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit(0)
-        )  # leaves the connection, which tells the server
+    exit_at_sigterm(0)  # leaves the connection, which tells the server
     keys, patience = None if key is None else _keys(key), _EXPIRES if give_up is None else give_up
     signed_by = _certificate(ca)
     since = None  # time of the first refusal

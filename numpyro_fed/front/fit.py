@@ -12,7 +12,7 @@ from jax import Array
 from numpyro_fed.data.checks import check_key
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.front.steps import Found, add_ledger, fsgld, hmc, marginal, weighed
+from numpyro_fed.front.steps import Found, add_ledgers, fsgld, hmc, marginal, weighed
 from numpyro_fed.results.vi_inference_data import check_num_draws
 from numpyro_fed.results.weighing import prepare_draws
 from numpyro_fed.rounds.remote import RemoteSilos
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # the same, for rounds that only give chains a start: the fit of surrogates goes on from there, and
 # chains were as right as from a cold start on 19 models (docs/results.md)
 _START_TOL = 0.1
-# most latents of a silo that depend on each other, for conducive rounds: with 250 a round takes
-# a minute
+# most latents of a silo that depend on each other, where conducive rounds are made: with 250 a
+# round takes a minute
 _LARGEST_UNIT = 64
 _METHODS = ("auto", "vi", "hmc", "fsgld")
 
@@ -59,12 +59,13 @@ def fit(
     ``method="auto"`` takes the second step where the first is unsound. Where latents of a silo
     depend on each other (nested or crossed plates), it takes the second step alone. ``"vi"`` and
     ``"hmc"`` take one step. With ``method="fsgld"`` :class:`FSGLD` starts from the result of the
-    conducive rounds, and its draws are the posterior.
+    conducive rounds, and its draws are the posterior. No conducive rounds are made for it where
+    more than 64 latents of a silo depend on each other.
 
     HMC makes thousands of rounds, and is for silos in this process. Remote silos integrate their
     latents out in the second step (``HMC(model, marginal=True)``). 64 chains then make hundreds of
     rounds, on some models thousands. Where more than 64 latents of a remote silo depend on each
-    other, :class:`FSGLD` takes the place of both steps. :class:`MixedSilos` end with the first
+    other, :class:`FSGLD` draws, in place of both steps. :class:`MixedSilos` end with the first
     step.
 
     What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds`, :mod:`numpyro_fed.vi.draws`
@@ -105,7 +106,7 @@ def fit(
     _check_silos(method, silos)
     key_chains = jax.random.split(rng_key, 3)[2]
     can_chain = not isinstance(silos, MixedSilos | RemoteSilos)
-    svi, joint = (None, 1) if method == "hmc" else _settable(model, silos)
+    svi, joint = (None, 0) if method == "hmc" else _settable(model, silos)
     if svi is None or (method == "auto" and joint and can_chain):
         why = "latents of a silo depend on each other: " if svi is not None else ""
         found = hmc(model, silos, num_draws, key_chains, progress_bar)
@@ -162,7 +163,7 @@ def _by_rounds(
             found = found._replace(mend=f"{found.mend}. HMC: {error}")
             return _reported(found, f"{words}; ", progress_bar)
         words, found = f"{words}; {found.words} (unsound, so chains went on)", chains
-        add_ledger(found.idata, result.ledger)
+        add_ledgers(found.idata, result.ledger)
     return _reported(found, f"{words}; ", progress_bar)
 
 

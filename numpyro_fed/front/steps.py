@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 # leave 1 / e of the start
 _CHAINS, _WARMUP = 4, 200
 _HMC_WARMUP = 400  # the verdicts in docs/results.md are of so many
-# rounds for a draw of chains that no fit gave a start: of families in communities 165 of 2,000
-# draws were effective, where 400 are asked for
+# rounds for each draw that is kept, where no fit gave chains a start: 165 of 2,000 draws were
+# effective for families in communities, and `diagnose` asks for 400
 _FSGLD_EACH = (2, 8)
 # many chains that share what they learn: of few draws each, so that there are few rounds
 _MARGINAL_CHAINS, _MARGINAL_WARMUP = 64, 40
@@ -116,8 +116,7 @@ def fsgld(
             break
         spent.append(kernel.ledger(mcmc.last_state))
     idata = to_inference_data(mcmc, silos).sel(draw=slice(None, None, each))
-    for ledger in spent:
-        add_ledger(idata, ledger)
+    add_ledgers(idata, *spent)
     words = (
         f"{'FSGLD' if result is None else 'from there FSGLD'}, {_CHAINS} chains of {_WARMUP} + "
         f"{mcmc.num_samples:,} rounds{f', one of {each} kept' if each > 1 else ''}"
@@ -154,8 +153,7 @@ def hmc(
         else:
             start, each = mcmc.last_state, each * 4
     idata = to_inference_data(mcmc, silos)
-    for ledger in spent:
-        add_ledger(idata, ledger)
+    add_ledgers(idata, *spent)
     words = (
         f"HMC, {_CHAINS} chains of {num:,} draws"
         f"{f', one of {each} each' if each > 1 else ''}, "
@@ -199,8 +197,7 @@ def marginal(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "More chains")
         idata = to_inference_data(mcmc, silos).sel(draw=slice(None, None, each))
-    for ledger in spent:
-        add_ledger(idata, ledger)
+    add_ledgers(idata, *spent)
     words = (
         f"HMC with latents integrated out, {_MARGINAL_CHAINS} chains of {num} draws, "
         f"{json.loads(idata.posterior.attrs['rounds'])[0]:,} rounds"
@@ -215,8 +212,9 @@ def _judged(diagnosis: Diagnosis, num_draws: int) -> tuple[bool, bool]:
     return diverged, table.loc["effective draws", "value"] >= _ENOUGH * num_draws
 
 
-def add_ledger(idata: "InferenceData", ledger: Ledger) -> None:
+def add_ledgers(idata: "InferenceData", *ledgers: Ledger) -> None:
     """Add rounds that were made before to the ledger of the chains."""
-    attrs, added = idata.posterior.attrs, asdict(ledger)
+    attrs = idata.posterior.attrs
     for name in ("rounds", "gradient_evaluations", "bytes_down", "bytes_up"):
-        attrs[name] = json.dumps(np.add(json.loads(attrs[name]), added[name]).tolist())
+        before = [asdict(ledger)[name] for ledger in ledgers]
+        attrs[name] = json.dumps(np.sum([json.loads(attrs[name]), *before], axis=0).tolist())

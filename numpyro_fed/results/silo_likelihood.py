@@ -25,9 +25,8 @@ from numpyro_fed.vi.config import FitConfig, FitTask
 from numpyro_fed.vi.draws import (
     EstimateLocal,
     Position,
+    around_modes,
     ask_estimates,
-    estimates_here,
-    latents_here,
 )
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.placed import can_place
@@ -83,7 +82,7 @@ class Question(NamedTuple):
             local = EstimateLocal(self.setup.config, stretched=True, placed=True)
             found = np.stack(self.ask(local), 1)
         else:
-            found = np.asarray(self._here(estimates_here))[:, self._order]
+            found = np.asarray(self._here(latents=False))[:, self._order]
         return found.astype(np.float64)
 
     def latents(self) -> list[dict[str, Array]]:
@@ -91,12 +90,12 @@ class Question(NamedTuple):
 
         :return: for each structure its local sites, unconstrained, in pooled order, draws first.
         """
-        return self._here(latents_here)
+        return self._here(latents=True)
 
-    def _here(self, function: Callable) -> PyTree:
+    def _here(self, latents: bool) -> PyTree:
         setup = self.setup
         where = setup.local, setup.stacks, setup.totals
-        return function(setup.config, self.params, *where, self.told)
+        return around_modes(setup.config, self.params, *where, self.told, latents=latents)
 
     @property
     def _order(self) -> np.ndarray:

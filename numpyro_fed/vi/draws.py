@@ -265,63 +265,31 @@ def draw(
     return lax.map(one, random.split(key, num), batch_size=at_once(num, numbers))
 
 
-@quick_jit("config", "totals")
-def estimates_here(
+@quick_jit("config", "totals", "latents")
+def around_modes(
     config: FitConfig,
     params: dict[str, Array],
     local: list,
     stacks: list[SiloRows],
     totals: tuple[tuple[tuple[str, int], ...], ...],
     told: Position,
-) -> Array:
-    """Return estimates of silos here at draws of theta, around the latents' modes, ``(n, S)``.
-
-    Silos are in the order of the stacks.
-    """
-
-    def one(silo: Callable) -> Array:
-        return jnp.concatenate(_of_silos(silo, config, local, stacks, totals)[0])
-
-    return _around_modes(one, config, params, local, stacks, told)
-
-
-@quick_jit("config", "totals")
-def latents_here(
-    config: FitConfig,
-    params: dict[str, Array],
-    local: list,
-    stacks: list[SiloRows],
-    totals: tuple[tuple[tuple[str, int], ...], ...],
-    told: Position,
-) -> list[dict[str, Array]]:
-    """Draw latents of silos here at draws of theta, around their modes.
-
-    :return: for each structure its local sites in pooled order, draws first.
-    """
-
-    def one(silo: Callable) -> list[dict[str, Array]]:
-        return _of_silos(silo, config, local, stacks, totals)[1]
-
-    return _around_modes(one, config, params, local, stacks, told)
-
-
-def _around_modes(
-    one: Callable[[Callable], PyTree],
-    config: FitConfig,
-    params: dict[str, Array],
-    local: list,
-    stacks: list[SiloRows],
-    told: Position,
+    latents: bool,
 ) -> PyTree:
-    """Return at each draw what ``one`` makes of :func:`candidate`."""
+    """Return estimates or latents of silos here at draws of theta, around the latents' modes.
+
+    :return: estimates ``(n, S)``, silos in the order of the stacks; with ``latents``, for each
+        structure its local sites in pooled order, draws first.
+    """
     learned = {k: params[k] for k in config.learned}
 
-    def at_draw(at: Position) -> PyTree:
+    def one(at: Position) -> PyTree:
         how = config, True, True, at.context._replace(params=params), learned
-        return one(partial(candidate, *how, at.key_local, at.key_choice))
+        silo = partial(candidate, *how, at.key_local, at.key_choice)
+        estimates, sites, _ = _of_silos(silo, config, local, stacks, totals)
+        return sites if latents else jnp.concatenate(estimates)
 
     numbers = _numbers(config, True, local, stacks)
-    return lax.map(at_draw, told, batch_size=at_once(len(told.log_weight), numbers))
+    return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers))
 
 
 def _of_silos(

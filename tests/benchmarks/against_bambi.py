@@ -138,24 +138,14 @@ def judge(name: str) -> dict[str, Any]:
     theirs = pooled(problem, table).posterior
     silo = pd.factorize(table[problem.group])[0] % 3
     silos = {f"silo {s}": table[silo == s].reset_index(drop=True) for s in range(3)}
-    priors = dict(problem.priors)
-    levels = {
-        v: [x for x in theirs.data_vars[v].coords if x.endswith("_dim")] for v in theirs.data_vars
-    }
-    ours_by_level = {}
-    for term, prior in priors.items():
-        if levels.get(term):
-            names = theirs[term].coords[levels[term][0]].values
-            ours_by_level |= {f"{term}[{x}]": prior for x in names}
-        else:
-            ours_by_level[term] = prior
+    priors = by_level(problem.priors, theirs)
     model = fed.glmm(
-        problem.formula, silos, family=problem.family, priors=ours_by_level, **problem.options
+        problem.formula, silos, family=problem.family, priors=priors, **problem.options
     )
     start = time.perf_counter()
     ours = model.fit(jax.random.key(0), progress_bar=False).posterior
     took = time.perf_counter() - start
-    terms = ["Intercept", *(t for t in priors if t not in ("Intercept", problem.group))]
+    terms = ["Intercept", *(t for t in problem.priors if t not in ("Intercept", problem.group))]
     scales = [v for v in theirs.data_vars if v.endswith("_sigma")]
     reference = [stacked(theirs[v]) for v in [*terms, *scales]]
     own = [ours["Intercept"].values[..., None], ours["b"].values]
@@ -179,6 +169,16 @@ def judge(name: str) -> dict[str, Any]:
     }
 
 
+def by_level(priors: dict[str, Any], theirs: Any) -> dict[str, Any]:
+    """Return priors with a name for each level of a term, as `fed.glmm` takes them."""
+    out: dict[str, Any] = {}
+    for term, prior in priors.items():
+        dims = [d for d in theirs[term].dims if d.endswith("_dim")] if term in theirs else []
+        names = [f"{term}[{x}]" for x in theirs[dims[0]].values] if dims else [term]
+        out |= dict.fromkeys(names, prior)
+    return out
+
+
 def stacked(x: Any) -> np.ndarray:
     """Return draws with one axis of coordinates."""
     return x.values.reshape(*x.shape[:2], -1)
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--record", metavar="NAME", help="write a file of docs/results")
     args = parser.parse_args()
     start, rows = time.time(), []
-    for name in args.problems or PROBLEMS:
+    for name in args.problems:
         rows.append(judge(name))
         print(rows[-1], flush=True)
     if args.record:

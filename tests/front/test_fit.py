@@ -327,7 +327,7 @@ def test_latents_that_depend_on_each_other_are_drawn_by_hmc(method):
 
 @pytest.mark.ci
 def test_many_dependent_latents_of_remote_silos_are_for_fsgld(monkeypatch):
-    """A round of conducive rounds takes a minute with 250. FSGLD may widen sds by 7 %."""
+    """A conducive round takes a minute with 250. FSGLD may widen sds by 7 %."""
     monkeypatch.setattr("numpyro_fed.front.fit._LARGEST_UNIT", 8)  # the silos have 9 and 6
     silos, mean, sd = nested_silos()
     remote = fed.RemoteSilos(silos, fed.Loopback(silos))
