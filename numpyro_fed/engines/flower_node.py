@@ -21,7 +21,7 @@ from numpyro_fed.engines.flower_commands import exit_at_sigterm
 from numpyro_fed.engines.flower_registry import RAISED
 
 # isort: split
-from flwr.supercore.heartbeat import HeartbeatFailure
+from flwr.supercore import heartbeat
 from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from flwr.supercore.retry import http_retry
 from flwr.supercore.run import RunNotRunningException
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
 # the key is not registered, or the server still counts on a former process of the node
 _NOT_IN = "[code: 2004]"
-# seconds that this may last, and seconds between attempts; the server misses a dead process's
-# heartbeats after about a minute (docs/flower.md)
+# seconds that this may last, and seconds between attempts
 _EXPIRES, _AGAIN = 150.0, 5.0
+# seconds between heartbeats, the fewest that the server allows: it misses a dead process after two
+_HEARTBEAT = 10
 _log = logging.getLogger(__name__)
 
 
@@ -72,6 +73,8 @@ def serve(
     """
     # Flower's own functions end the process
     fleet_http_connection.flwr_exit = _refused
+    fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = _HEARTBEAT
+    heartbeat.HEARTBEAT_DEFAULT_INTERVAL = _HEARTBEAT
     fleet_http_connection.os = http_retry.os = SimpleNamespace(getpid=os.getpid, kill=_unknown)
     exit_at_sigterm(0)  # leaves the connection, which tells the server
     keys, patience = None if key is None else _keys(key), _EXPIRES if give_up is None else give_up
@@ -107,7 +110,7 @@ def _refused(code: int, message: str | None = None, *_: object, **__: object) ->
 
 def _unknown(*_: int) -> None:
     """End a connection, and not the process, where the server does not know the node anymore."""
-    raise HeartbeatFailure("the server was started anew; this node connects to it again")
+    raise heartbeat.HeartbeatFailure("the server was started anew; this node connects to it again")
 
 
 def _answer(app: ClientApp, connection: tuple, config: dict[str, float | str], poll: float) -> None:

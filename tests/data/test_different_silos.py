@@ -29,7 +29,7 @@ def test_the_density_is_the_closed_form_and_the_parts_share_the_global_sites():
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:Pareto's k:UserWarning")
 def test_a_short_run_agrees_with_nuts_and_one_silo_does_not(tmp_path):
     found = model.main(["--quick", "--figure", str(tmp_path / "figure.png")])

@@ -30,7 +30,6 @@ def test_draws_over_flower_in_one_process(expected, tmp_path):
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.ci
 def test_draws_over_nvflares_simulator(expected, tmp_path, monkeypatch):
     pytest.importorskip("nvflare")
@@ -88,7 +87,6 @@ def test_models_that_read_across_rows_are_refused_over_flower(tmp_path):
     check_refused(said)
 
 
-@pytest.mark.slow
 @pytest.mark.ci
 def test_models_that_read_across_rows_are_refused_over_nvflares_simulator_draws(
     tmp_path, monkeypatch

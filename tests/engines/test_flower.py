@@ -555,17 +555,11 @@ def start_node(lasting, tmp_path, address, ca, key=None):
         return ended.returncode, said.read()
 
 
-KINDS_OF_NODE = pytest.mark.parametrize(
-    "lasting",
-    [
-        pytest.param(True, id="lasting node", marks=pytest.mark.ci),
-        pytest.param(False, id="SuperNode"),
-    ],
-)
+KINDS_OF_NODE = pytest.mark.parametrize("lasting", [True, False], ids=["lasting node", "SuperNode"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lasting", [True, False], ids=["lasting node", "SuperNode"])
+@pytest.mark.ci
+@KINDS_OF_NODE
 def test_killed_and_started_again_a_node_loses_nothing(tmp_path, lasting):
     expected = replies_of(tmp_path / "undisturbed")
     plan = {"2": {"do": "sleep", "seconds": 6, "for": "rome"}}
@@ -583,7 +577,7 @@ def test_killed_and_started_again_a_node_loses_nothing(tmp_path, lasting):
     assert max(result["seconds"]) == result["seconds"][2] > 6
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @KINDS_OF_NODE
 def test_a_node_that_is_not_to_be_let_in_ends_in_words(tmp_path, lasting):
     other = make_certificates(tmp_path / "other") / "ca.crt"
@@ -604,7 +598,7 @@ def test_a_node_that_is_not_to_be_let_in_ends_in_words(tmp_path, lasting):
         assert "must be registered" in said  # it has none
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @KINDS_OF_NODE
 def test_a_server_that_does_not_answer_ends_a_node_that_is_to_give_up(tmp_path, lasting):
     ca = make_certificates(tmp_path / "tls") / "ca.crt"

@@ -18,13 +18,7 @@ COUNT, SECONDS = 5_000, 1.5  # of each type: as many as there is time for
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[] if n == "private sums" else [pytest.mark.slow, pytest.mark.ci])
-        for n in fuzz.SETTINGS
-    ],
-)
+@pytest.mark.parametrize("name", fuzz.SETTINGS)
 def test_changed_messages_and_replies(name, tmp_path):
     cases = fuzz.recorded(name, tmp_path)
     assert {"reply" in case.type for case in cases} == {True, False}

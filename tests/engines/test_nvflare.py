@@ -440,7 +440,7 @@ def test_a_server_calls_only_what_it_allows(tmp_path, monkeypatch):
     assert said.startswith("PermissionError: the job asks for 'os:listdir'; expected one of []")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_simulation_goes_on_from_the_silos_states(tmp_path):
     place = folder_of(tmp_path / "w", silos="silos")
     for rounds, keep in (
@@ -505,7 +505,7 @@ def test_simulated_silos_answer_as_silos_at_hand(tmp_path):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_more_silos_than_threads(tmp_path):
     more = {"run_arguments": {"rounds": 2}, "threads": 2, "timeout": 400}
     assert carrier.simulate(RUN, MAKE_SIDE, NAMES, tmp_path / "w", **more) == undisturbed(
@@ -513,7 +513,7 @@ def test_more_silos_than_threads(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -544,7 +544,6 @@ def deployment(tmp_path_factory):
             deployed.kill(site)
 
 
-@pytest.mark.slow
 @pytest.mark.ci
 def test_a_certificate_of_another_authority_is_refused(deployment, tmp_path):
     deployment.wait_for(["s0", "s2"])
@@ -563,7 +562,7 @@ def test_a_certificate_of_another_authority_is_refused(deployment, tmp_path):
     deployment.wait_for(NAMES)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "killed",
     [
@@ -595,7 +594,7 @@ def test_a_deployment_whose_processes_are_killed(deployment, tmp_path, killed):
     assert not list((deployment.kits / "s1").glob("*/rejoin.json"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_silo_that_stays_away_is_absent_and_comes_back(deployment, tmp_path):
     if "s1" not in deployment.processes:
         deployment.start("s1")

@@ -538,7 +538,7 @@ def test_a_formulas_fit_over_bytes_is_the_fit_at_hand(tmp_path):
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_sleepstudy_as_lme4():
     """REML: 251.405 (6.825) and 10.467 (1.546); sds 24.74, 5.92, 25.59 (lme4's vignette).
 

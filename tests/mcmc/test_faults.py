@@ -343,7 +343,7 @@ def test_a_surrogate_that_its_own_values_contradict_names_its_silo(kind):
 # Kills
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_killed_at_random_moments():
     script = Path(__file__).parents[1] / "benchmarks" / "faults.py"
     done = subprocess.run(

@@ -300,7 +300,7 @@ def test_local_latents_have_their_exact_posterior(intercepts_run):
     assert local_errors(draws, swapped, covariance, h)[0] > 8
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_law_does_not_depend_on_the_local_map(intercepts_run):
     """A map whose every part is wrong costs noise and acceptance, not the law.
 
@@ -364,7 +364,7 @@ def schools_posterior(data):
     return covariance @ term, covariance
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_joint_units_have_their_exact_posterior():
     rng = np.random.default_rng(4)
     school = rng.permutation(np.repeat(np.arange(6), 2))

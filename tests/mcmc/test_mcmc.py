@@ -399,7 +399,7 @@ def two_blocks(x, y):
         numpyro.sample("y", dist.Normal(mu + slope * x, 1), obs=y)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_gibbs_block_beside_nuts_has_the_exact_posterior():
     """Within 4 Monte-Carlo s.e. (16 independent chains) and the discretization's 1.3 % of sd."""
     rng = np.random.default_rng(0)

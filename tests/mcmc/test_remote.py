@@ -112,7 +112,7 @@ def test_another_seed_gives_other_draws():
         same_draws(ours, inline_rounds(fed.FSGLD(linear), silos), 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["dirichlet", "deterministic", "women_in_districts", "pupils_in_classes_in_schools"]
 )
@@ -428,7 +428,7 @@ np.savez(sys.argv[3] + str(process), beta=beta, names=np.array(silos.names))
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("processes", "rounds"),
-    [(2, WARMUP + SAMPLES), pytest.param(4, 50, marks=pytest.mark.slow)],
+    [(2, WARMUP + SAMPLES), pytest.param(4, 50, marks=pytest.mark.ci)],
     ids=["two", "four"],
 )
 def test_processes_draw_what_one_draws(tmp_path, processes, rounds):

@@ -67,7 +67,7 @@ def test_real_a9a() -> None:
     assert rows.sizes[rows.group["y"]] == (6_512,) * 4
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(not HAVE_DATA, reason="needs a9a: NUMPYRO_FED_DATA is not set")
 def test_a9a_quick(tmp_path: Path) -> None:
     found = a9a_logistic.main(["--quick", "--figure", str(tmp_path / "figure.png")])

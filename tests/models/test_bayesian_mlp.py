@@ -307,7 +307,7 @@ def test_files_that_are_missing_or_cut_short_are_named(
         labels.susy(0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_quick(tmp_path: Path) -> None:
     frame = mlp.main(["--quick", "--figure", str(tmp_path / "mlp.png")]).set_index("method")
     assert (tmp_path / "mlp.png").is_file()

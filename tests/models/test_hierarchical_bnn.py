@@ -173,7 +173,7 @@ def test_a_short_fit_learns_from_images_not_from_frequencies_alone() -> None:
     assert found > max(control, floor) + 4, (found, control)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "NUMPYRO_FED_DATA" not in os.environ:
         write(tmp_path, monkeypatch)

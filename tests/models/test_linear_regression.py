@@ -134,7 +134,7 @@ def test_the_step_is_stable_up_to_an_eigenvalue_of_four_over_h() -> None:
     assert linear.steepness({"x": x}) == pytest.approx(4, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_quick(made_up: Path) -> None:
     """FSGLD has the posterior's error, DSGLD's is that of draws near the silos' own estimates."""
     tables = linear.main(["--quick", "--data", "concrete", "--figure", str(made_up / "figure.png")])

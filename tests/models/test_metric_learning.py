@@ -351,7 +351,7 @@ def test_fsgld_is_above_dsgld_in_long_stays() -> None:
     assert not apart(low[::2], low[1::2])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_quick(folder: Path) -> None:
     write(
         folder, noise=4.0

@@ -93,7 +93,8 @@ def test_six_cities_figure_of_silos_alone(tmp_path: Path) -> None:
         assert abs(np.average(x, weights=density) - scale.mean()) < 0.1 * scale.std()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.usefixtures("optimized")
 def test_six_cities_quick(tmp_path: Path) -> None:
     found = six_cities.main(["--quick", "--figure", str(tmp_path / "figure.png")])
     plt.close("all")
@@ -109,7 +110,8 @@ def test_six_cities_quick(tmp_path: Path) -> None:
     assert found["SFVI"].pareto_k < 0.7
 
 
-@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.usefixtures("optimized")
 def test_six_cities_alone_quick(tmp_path: Path) -> None:
     comparison = six_cities.main(["--alone", "--quick", "--figure", str(tmp_path / "figure.png")])[
         "SFVI"
@@ -150,7 +152,7 @@ def test_eight_schools_likelihood_is_the_closed_form() -> None:
     assert schools.sizes[schools.group["y"]] == (1,) * 8
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:Pareto's k:UserWarning")
 def test_eight_schools_quick(tmp_path: Path) -> None:
     found = eight_schools.main(["--quick", "--figure", str(tmp_path / "figure.png")])
@@ -325,7 +327,8 @@ def test_heart_disease_quick(made_up: Path) -> None:
     assert errors.max() < 0.1, comparison
 
 
-@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.usefixtures("optimized")
 def test_logistic_regression_quick(made_up: Path) -> None:
     x, _ = logistic_regression.data("credit")
     assert x.shape == (3100, 23)
@@ -362,7 +365,8 @@ def made_up_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.usefixtures("optimized")
 def test_multinomial_regression_quick(made_up_digits: Path) -> None:
     table = multinomial_regression.main(["--quick", "--figure", str(made_up_digits / "figure.png")])
     plt.close("all")

@@ -168,7 +168,7 @@ def test_topics_are_found_again(amortized: bool, monkeypatch: pytest.MonkeyPatch
     assert prod_lda.perplexity(other, new) > 2 * best
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.usefixtures("made_up_documents")
 def test_prod_lda_quick(tmp_path: Path) -> None:
     table = prod_lda.main(["--quick", "--figure", str(tmp_path / "new" / "figure.png")])

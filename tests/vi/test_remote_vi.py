@@ -188,7 +188,7 @@ def test_rounds_are_those_at_hand(name):
     check_case(*CASES[name])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", SLOW_CASES)
 def test_rounds_of_other_models_and_guides(name):
     check_case(*SLOW_CASES[name])
@@ -474,7 +474,7 @@ def test_preparation_needs_all_silos():
     assert not any(site.kept for site in carrier.workers.values())
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_loss_that_is_not_finite_stops_the_fit():
     found = []
     for silos in (WHEEZE, over(WHEEZE)):
@@ -493,7 +493,7 @@ def test_a_loss_that_is_not_finite_stops_the_fit():
 
 @pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:Pareto's k of the approximation")
-@pytest.mark.parametrize("resample", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("resample", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_inference_data_has_the_draws_of_a_fit_at_hand(resample, tmp_path):
     found = []
     for silos in (WHEEZE, over(WHEEZE)):
@@ -520,7 +520,7 @@ def test_inference_data_has_the_draws_of_a_fit_at_hand(resample, tmp_path):
     ours.to_netcdf(tmp_path / "fit.nc")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_fit_in_one_call():
     remote = over(HIERARCHY)
     ours, theirs = (
@@ -530,7 +530,7 @@ def test_a_fit_in_one_call():
     assert ours.posterior.attrs["verdict"] == theirs.posterior.attrs["verdict"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_fit_by_chains_in_one_call():
     ours, theirs = (
         fed.fit(hierarchy, s, method="fsgld", num_draws=200, progress_bar=False)
