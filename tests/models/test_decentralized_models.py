@@ -152,6 +152,7 @@ def test_steps_fall_from_the_first_to_the_last() -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.usefixtures("optimized")
 def test_gaussian_mixture_quick(tmp_path: Path) -> None:
     """Weights of the modes by start and by node are within 4 s.e.
 

@@ -174,6 +174,7 @@ def test_a_short_fit_learns_from_images_not_from_frequencies_alone() -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.usefixtures("optimized")
 def test_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "NUMPYRO_FED_DATA" not in os.environ:
         write(tmp_path, monkeypatch)
