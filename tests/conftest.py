@@ -45,9 +45,20 @@ _MANY = 45_000
 gc.disable()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_programs_fit_into_memory_maps() -> Iterator[None]:
-    yield
+def _compiled_programs_fit_into_memory_maps() -> None:
     if _MAPS.exists() and _MAPS.read_text().count("\n") > _MANY:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _after_a_file() -> Iterator[None]:
+    yield
+    _compiled_programs_fit_into_memory_maps()
+
+
+@pytest.fixture(autouse=True)
+def _after_a_long_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if request.node.get_closest_marker("ci"):  # to count maps takes some hundredths of a second
+        _compiled_programs_fit_into_memory_maps()

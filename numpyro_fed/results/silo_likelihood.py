@@ -23,10 +23,11 @@ from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.conducive.checks import JointUnits
 from numpyro_fed.vi.config import FitConfig, FitTask
 from numpyro_fed.vi.draws import (
+    Draws,
     EstimateLocal,
     Position,
-    around_modes,
     ask_estimates,
+    draw,
 )
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.placed import can_place
@@ -82,7 +83,7 @@ class Question(NamedTuple):
             local = EstimateLocal(self.setup.config, stretched=True, placed=True)
             found = np.stack(self.ask(local), 1)
         else:
-            found = np.asarray(self._here(latents=False))[:, self._order]
+            found = np.asarray(self._here().terms)[:, self._order]
         return found.astype(np.float64)
 
     def latents(self) -> list[dict[str, Array]]:
@@ -90,12 +91,12 @@ class Question(NamedTuple):
 
         :return: for each structure its local sites, unconstrained, in pooled order, draws first.
         """
-        return self._here(latents=True)
+        return self._here().latents
 
-    def _here(self, latents: bool) -> PyTree:
+    def _here(self) -> Draws:
         setup = self.setup
         where = setup.local, setup.stacks, setup.totals
-        return around_modes(setup.config, self.params, *where, self.told, latents=latents)
+        return draw(setup.config, self.params, *where, self.told, stretched=True, placed=True)
 
     @property
     def _order(self) -> np.ndarray:

@@ -20,7 +20,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import split_shared
 from numpyro_fed.density.factors import PARAMS
 from numpyro_fed.results.silo_coords import ledger_attrs, silo_coords
-from numpyro_fed.results.weighing import weigh
+from numpyro_fed.results.weighing import Weighed, weigh
 from numpyro_fed.vi._base import FederatedVI
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.draws import Draws
@@ -73,8 +73,7 @@ def vi_inference_data(
         _add_silo_terms(idata, setup, draws.terms)
     for i, part in enumerate(() if setup.remote else setup.parts):
         silo_coords(idata, config.families[i].factors, part, config.suffix(i))
-    idata.posterior.attrs |= _told(setup, params, result) | found.unit
-    idata.posterior.attrs |= {"candidates": found.candidates, "placed": int(found.placed)}
+    idata.posterior.attrs |= _told(setup, params, result, found) | found.unit
     if not unweighed:
         log_evidence, error = found.evidence
         idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
@@ -222,7 +221,7 @@ class _Called:
         return values(arrays)
 
 
-def _told(setup: Setup, params: dict, result: VIResult) -> Facts:
+def _told(setup: Setup, params: dict, result: VIResult, found: Weighed) -> Facts:
     """Return the attributes of the posterior that describe the fit.
 
     They are its ledger, learned parameters, the latents that stay in remote silos, and privacy.
@@ -234,7 +233,12 @@ def _told(setup: Setup, params: dict, result: VIResult) -> Facts:
         if isinstance(params[k], jax.Array)
     }
     networks = [k for k in config.learned if k not in arrays]  # too large for an attribute
-    told: Facts = {**ledger_attrs(result.ledger), "structures": len(setup.parts)}
+    told: Facts = {**ledger_attrs(result.ledger.after(found.cost)), "structures": len(setup.parts)}
+    told |= {
+        "candidates": found.candidates,
+        "placed": int(found.placed),
+        "mixtures": found.mixtures,
+    }
     told |= {"learned": json.dumps(arrays), "networks": json.dumps(networks)}
     if setup.remote:
         told["remote"] = json.dumps([s.name for s in config.factors.local_sites])

@@ -16,7 +16,7 @@ round addresses all silos, or the one that a chain visits.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -88,6 +88,11 @@ class Ledger:
     gradient_evaluations: tuple[int, ...]
     bytes_down: tuple[int, ...]
     bytes_up: tuple[int, ...]
+
+    def after(self, cost: Cost) -> "Ledger":
+        """Return the ledger after a step of this cost to every silo."""
+        costs = {k: tuple(n + x for n in getattr(self, k)) for k, x in cost._asdict().items()}
+        return replace(self, **costs)
 
     def __repr__(self) -> str:
         width = max(5, *(len(n) for n in self.silos))

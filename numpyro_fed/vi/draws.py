@@ -89,24 +89,45 @@ class Position(NamedTuple):
     key_choice: Array
 
 
-def _position(
-    config: FitConfig, params: dict[str, Array], rows: SiloRows, stretched: bool, key: Array
-) -> tuple[Array, Position]:
-    """Draw theta, and return it with the message for the silos.
+@quick_jit("config", "num", "stretched")
+def positions(
+    config: FitConfig,
+    params: dict[str, Array],
+    rows: SiloRows,
+    key: Array,
+    num: int,
+    stretched: bool = False,
+    given: tuple[Array, Array] | None = None,
+) -> Position:
+    """Draw theta, and return the draws as the message to the silos.
 
     With wider tails theta may be farther out than the position that the silos' maps use.
+
+    :param rows: rows of any silo, for the arguments that all share.
+    :param num: number of draws.
+    :param stretched: whether to draw from the proposal with wider tails (for a Gaussian q).
+    :param given: draws of another proposal, in the coordinates ``(num, d)`` in which q is standard
+        normal, and the log of its density over q's.
     """
-    key_theta, key_local, key_choice = random.split(key, 3)
-    noise, log_ratio = config.families[0].global_noise(key_theta), jnp.zeros(())
-    if stretched:
-        noise, log_ratio = stretched_normal(random.fold_in(key_theta, 1), noise)
-    context = config.families[0].context(params, noise)
-    log_q = config.families[0].log_global(params, context) + log_ratio
-    log_weight = config.log_prior(context.theta, params, rows) - log_q
-    theta = context.theta
-    if stretched:  # any law of candidates is valid, and far out the map extrapolates badly
-        context = context._replace(u=jnp.clip(context.u, -_REACH, _REACH))
-    return theta, Position(context, log_weight, key_local, key_choice)
+
+    def one(x: tuple[Array, tuple[Array, Array] | None]) -> Position:
+        key_theta, key_local, key_choice = random.split(x[0], 3)
+        if x[1] is not None:
+            noise, log_ratio = x[1]
+        else:
+            noise, log_ratio = config.families[0].global_noise(key_theta), jnp.zeros(())
+            if stretched:
+                noise, log_ratio = stretched_normal(random.fold_in(key_theta, 1), noise)
+        context = config.families[0].context(params, noise)
+        log_q = config.families[0].log_global(params, context) + log_ratio
+        log_weight = config.log_prior(context.theta, params, rows) - log_q
+        if stretched:  # any law of candidates is valid, and far out the map extrapolates badly
+            context = context._replace(u=jnp.clip(context.u, -_REACH, _REACH))
+        # the networks' weights are the same in all draws
+        return Position(context._replace(params={}), log_weight, key_local, key_choice)
+
+    batch = at_once(num, 4 * config.factors.dim)
+    return lax.map(one, (random.split(key, num), given), batch_size=batch)
 
 
 @dataclass(frozen=True)
@@ -153,23 +174,6 @@ class EstimateLocal(FitTask):
         return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers)), None
 
 
-@partial(jax.jit, static_argnames=("config", "num", "stretched"))
-def _positions(
-    config: FitConfig,
-    params: dict[str, Array],
-    rows: SiloRows,
-    key: Array,
-    num: int,
-    stretched: bool,
-) -> tuple[Array, Position]:
-    def one(key: Array) -> tuple[Array, Position]:
-        theta, at = _position(config, params, rows, stretched, key)
-        # the networks' weights are the same in all draws
-        return theta, at._replace(context=at.context._replace(params={}))
-
-    return lax.map(one, random.split(key, num))
-
-
 def draw_remote(
     config: FitConfig,
     params: dict[str, Array],
@@ -177,18 +181,18 @@ def draw_remote(
     silos: RemoteSilos,
     stacks: list[SiloRows],
     key: Array,
-    num: int,
+    told: Position,
     stretched: bool = False,
     placed: bool = False,
 ) -> Draws:
-    """Draw theta for remote silos, whose latents stay there.
+    """Weigh draws of theta by remote silos, whose latents stay there.
 
-    The draws of theta are those of :func:`draw`; the silos return their estimates. Under privacy no
-    silo weighs draws, and log weights are NaN.
+    The silos return their estimates. Under privacy no silo weighs draws, and log weights are NaN.
 
     :param slots: the number under which each silo keeps its state, in the order of the stacks.
+    :param told: the draws of theta.
     """
-    theta, told = _positions(config, params, stacks[0], key, num, stretched)
+    theta, num = told.context.theta, len(told.log_weight)
     if config.noise is not None:  # under privacy no silo weighs draws
         nothing = jnp.zeros((num, 0))
         return Draws(theta, [{}], jnp.full(num, jnp.nan), [nothing], nothing)
@@ -226,69 +230,42 @@ def ask_estimates(
     return silos.ask_again(calls)[0]
 
 
-@quick_jit("config", "totals", "num", "stretched", "placed")
+@quick_jit("config", "totals", "stretched", "placed")
 def draw(
     config: FitConfig,
     params: dict[str, Array],
     local: list,
     stacks: list[SiloRows],
     totals: tuple[tuple[tuple[str, int], ...], ...],
-    key: Array,
-    num: int,
+    told: Position,
     stretched: bool = False,
     placed: bool = False,
 ) -> Draws:
-    """Draw theta and all latents independently, with their weights.
+    """Draw all latents of silos here at draws of theta, with the weights of both.
 
     :param params: global parameters, in their supports.
     :param local: for each stack the silos' own parameters.
     :param stacks: the silos' rows.
     :param totals: for each structure the number of rows of each group in all silos.
-    :param num: number of draws.
-    :param stretched: whether to draw from the proposal with wider tails (for a Gaussian q).
+    :param told: the draws of theta.
+    :param stretched: whether candidates come from proposals with wider tails.
     :param placed: whether candidates are around the units' modes at each draw, instead of where the
         fitted maps are.
     """
+    weights, learned = (
+        {k: params[k] for k in some} for some in (config.families[0].shared_params, config.learned)
+    )
 
-    def one(key: Array) -> Draws:
-        theta, (context, log_weight, key_local, key_choice) = _position(
-            config, params, stacks[0], stretched, key
-        )
-        how = config, stretched, placed, context, {k: params[k] for k in config.learned}
-        silo = partial(candidate, *how, key_local, key_choice)
+    def one(at: Position) -> Draws:
+        how = config, stretched, placed, at.context._replace(params=weights), learned
+        silo = partial(candidate, *how, at.key_local, at.key_choice)
         each, latents, ratios = _of_silos(silo, config, local, stacks, totals)
+        log_weight = at.log_weight
         for terms in each:
             log_weight = log_weight + jnp.sum(terms)
-        return Draws(theta, latents, log_weight, ratios, jnp.concatenate(each))
+        return Draws(at.context.theta, latents, log_weight, ratios, jnp.concatenate(each))
 
     numbers = _numbers(config, stretched, local, stacks)
-    return lax.map(one, random.split(key, num), batch_size=at_once(num, numbers))
-
-
-@quick_jit("config", "totals", "latents")
-def around_modes(
-    config: FitConfig,
-    params: dict[str, Array],
-    local: list,
-    stacks: list[SiloRows],
-    totals: tuple[tuple[tuple[str, int], ...], ...],
-    told: Position,
-    latents: bool,
-) -> PyTree:
-    """Return estimates or latents of silos here at draws of theta, around the latents' modes.
-
-    :return: estimates ``(n, S)``, silos in the order of the stacks; with ``latents``, for each
-        structure its local sites in pooled order, draws first.
-    """
-    learned = {k: params[k] for k in config.learned}
-
-    def one(at: Position) -> PyTree:
-        how = config, True, True, at.context._replace(params=params), learned
-        silo = partial(candidate, *how, at.key_local, at.key_choice)
-        estimates, sites, _ = _of_silos(silo, config, local, stacks, totals)
-        return sites if latents else jnp.concatenate(estimates)
-
-    numbers = _numbers(config, True, local, stacks)
     return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers))
 
 
