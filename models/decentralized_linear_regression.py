@@ -55,13 +55,13 @@ STEEPNESS, OFFSET = 2.0, 50.0  # c, and b of the steps a / (b + t)
 Decay = tuple[float, float, float]
 
 
-def data(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def data(seed: int = 0, num_nodes: int = NUM_NODES) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return features (800, 2), targets, and the node of each row."""
     rng = np.random.default_rng(seed)
     weights = rng.normal(size=DIM)
-    x = rng.normal(size=(NUM_NODES * NUM_ROWS, DIM))
+    x = rng.normal(size=(num_nodes * NUM_ROWS, DIM))
     y = x @ weights + rng.normal(size=len(x))
-    return x.astype(np.float32), y.astype(np.float32), np.repeat(np.arange(NUM_NODES), NUM_ROWS)
+    return x.astype(np.float32), y.astype(np.float32), np.repeat(np.arange(num_nodes), NUM_ROWS)
 
 
 def silos() -> fed.Silos:
@@ -106,7 +106,7 @@ class Potentials(NamedTuple):
     @property
     def scale(self) -> float:
         """Step constant alpha0 of c = 1: m / mu."""
-        return float(NUM_NODES / np.linalg.eigvalsh(self.hessian.sum(0))[0])
+        return float(len(self.hessian) / np.linalg.eigvalsh(self.hessian.sum(0))[0])
 
     def noise(self, node: int, mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
         """Return the covariance of a node's gradient from one row, at positions of this law."""
@@ -115,16 +115,17 @@ class Potentials(NamedTuple):
         gradient = (
             self.hessian[node] @ mean[..., None]
             - self.slope[node][:, None]
-            - mean[..., None] / NUM_NODES
+            - mean[..., None] / len(self.hessian)
         )
-        spread = self.hessian[node] - np.eye(DIM) / NUM_NODES
+        spread = self.hessian[node] - np.eye(DIM) / len(self.hessian)
         second = gradient @ np.swapaxes(gradient, -1, -2) + spread @ covariance @ spread
         return NUM_ROWS * np.einsum("...n,ni,nj->...ij", squares, x, x) - second
 
 
-def potentials() -> Potentials:
-    x, y, _ = (v.astype(np.float64).reshape(NUM_NODES, NUM_ROWS, -1) for v in data())
-    hessian = np.swapaxes(x, 1, 2) @ x + np.eye(DIM) / NUM_NODES
+def potentials(num_nodes: int = NUM_NODES) -> Potentials:
+    each = data(num_nodes=num_nodes)
+    x, y, _ = (v.astype(np.float64).reshape(num_nodes, NUM_ROWS, -1) for v in each)
+    hessian = np.swapaxes(x, 1, 2) @ x + np.eye(DIM) / num_nodes
     return Potentials(hessian, (np.swapaxes(x, 1, 2) @ y)[..., 0], x, y[..., 0])
 
 
@@ -155,7 +156,8 @@ def exact_law(
     :param decay: a, b and gamma of the step sizes.
     :param minibatch: take gradients from one row in place of all.
     """
-    u, m, d, s = potentials(), NUM_NODES, DIM, num_sequences
+    m, d, s = graph.num_nodes, DIM, num_sequences
+    u = potentials(m)
     rngs = [np.random.default_rng(k) for k in range(s)]
     weight, mean, eye = np.ones((s, m, 1)), np.zeros((s, m * d, 1)), np.eye(m * d)
     covariance = np.broadcast_to(eye, (s, m * d, m * d))
@@ -190,7 +192,7 @@ def _positions(
 
     They follow from the law of what nodes mix.
     """
-    s, m, d = len(mean), NUM_NODES, DIM
+    s, m, d = len(mean), divide.shape[1] // DIM, DIM
     average = np.tile(np.eye(d) / m, (1, m))
     each = (np.eye(m * d) * divide[..., None]).reshape(s, m, d, m * d)
     maps = np.concatenate([each, np.broadcast_to(average, (s, 1, d, m * d))], 1)
@@ -220,7 +222,8 @@ def distance(law: Law) -> np.ndarray:
 
     It is the median over sequences of W2 given the sequence.
     """
-    return np.median(wasserstein(law.mean, law.covariance, potentials().posterior), 1)
+    posterior = potentials(law.mean.shape[2] - 1).posterior
+    return np.median(wasserstein(law.mean, law.covariance, posterior), 1)
 
 
 def slope(values: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@ r"""How fast push-sum Langevin approaches the posterior.
 Slopes of W2 against log t, for graphs and schedules, without Monte Carlo.
 
     python tests/benchmarks/push_sum_rate.py [--quick]
+    python tests/benchmarks/push_sum_rate.py --bounds [--record]
 
 The linear regression of models/decentralized_linear_regression.py, whose law at every step is
 known: all rows, Gaussian laws, from the prior. A row per schedule and graph; "c" is a mu / m.
@@ -12,10 +13,17 @@ a / (b + t)^gamma, gamma < 1. Before it, W2 may fall faster: the mean of the sta
 t^-c, its covariance like t^-2c. "theorem" is -min(c, 1/2), the least that theorem 5.7 of Kolesov
 and Kungurtsev allows. Of links that fail, medians over sequences. The constant step is the control:
 its W2 does not fall.
+
+With ``--bounds``: the constants of the theorem on graphs without failures, beside what they bound.
+delta is the least push-sum weight of a node in the long run (of weights that sum to m), at least
+1 / m^(mB). lambda is the factor by which disagreement shrinks in a step, at most
+(1 - 1 / m^(mB))^(1 / (mB)); its distance from 1 is shown. B is the number of steps whose links
+together connect all nodes. Slopes of W2 are those of steps 2 m / mu / (50 + t).
 """
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +32,19 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 
-from decentralized_linear_regression import Decay, distance, exact_law, graphs, potentials, slope
+from decentralized_linear_regression import (
+    OFFSET,
+    STEEPNESS,
+    Decay,
+    distance,
+    exact_law,
+    graphs,
+    potentials,
+    slope,
+)
+from record import record
+
+import numpyro_fed as fed
 
 
 def schedules() -> dict[str, tuple[Decay, str, str]]:
@@ -74,9 +94,49 @@ def measure(num_steps: int, num_sequences: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def bounds(num_steps: int) -> list[dict[str, Any]]:
+    """Return a row of the table of constants for each graph."""
+    rows = []
+    for name, graph in {
+        "ring of four": fed.graphs.ring(4),
+        "its halves by turns": graphs()["periodic"],
+        "star of four": fed.graphs.star(4),
+        "almost circular (the paper's figure 2)": fed.graphs.almost_circular(),
+    }.items():
+        m, together = graph.num_nodes, graph.connectivity()
+        least = float(m) ** (-m * together)
+        decay = STEEPNESS * potentials(m).scale, OFFSET, 1.0
+        w2 = distance(exact_law(graph, decay, num_steps))
+        slopes = slope(w2)
+        rows.append(
+            {
+                "graph": name,
+                "nodes": m,
+                "together": together,
+                "delta": graph.least_weight()[0],
+                "delta_bound": least,
+                "gap": 1 - graph.contraction_rate(),
+                "gap_bound": -np.expm1(np.log1p(-least) / (m * together)),
+                "w2": w2[-1, :-1].max(),
+                "nodes_slope": slopes[:-1].max(),
+                "average_slope": slopes[-1],
+            }
+        )
+    return rows
+
+
 if __name__ == "__main__":
+    start = time.time()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--bounds", action="store_true")
+    parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
     num_steps, num_sequences = (2_000, 5) if args.quick else (10_000, 10)
-    print(measure(num_steps, num_sequences).to_string(index=False))
+    if args.bounds:
+        rows = bounds(num_steps)
+        print(pd.DataFrame(rows).to_string(index=False))
+        if args.record:
+            record("push_sum_bounds", rows, start)
+    else:
+        print(measure(num_steps, num_sequences).to_string(index=False))
