@@ -109,7 +109,7 @@ def grouped(
     """
 
     def by_chain(x: Array) -> np.ndarray:
-        return np.reshape(x, (chains, -1, *np.shape(x)[1:]))
+        return np.asarray(x).reshape(chains, -1, *np.shape(x)[1:])
 
     posterior, likelihood, observed, dims = (
         {k: v for one in kind for k, v in one.items()} for kind in zip(*pieces, strict=True)
