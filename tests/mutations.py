@@ -278,6 +278,18 @@ MUTATIONS = [
         "vi_results last_round fit",
     ),
     Mutation(
+        "results/weighing.py",
+        "mixture.log_density(u) - normal",
+        "mixture.log_density(u) + normal",
+        "mixture",
+    ),
+    Mutation(
+        "vi/mixture.py",
+        "half * np.log1p(squares / _DEGREES)",
+        "half * squares / _DEGREES",
+        "mixture",
+    ),
+    Mutation(
         "vi/proposals.py",
         "b=jnp.array([0.5, 0.25, 0.25])",
         "b=jnp.array([0.5, 0.5, 0.25])",

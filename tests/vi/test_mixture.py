@@ -4,6 +4,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from marks import heavy
 from scipy import stats
 
 import numpyro_fed as fed
@@ -68,8 +69,7 @@ def banana(y):
         numpyro.sample("y", dist.Normal(0, 1), obs=y)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("remote", heavy([False, True], False))
 def test_weights_that_fail_are_mended(monkeypatch, remote):
     """Moments of a and b are those of the prior within 4 Monte-Carlo errors of 2,000 draws."""
     silos = fed.Silos({s: {"y": np.full(3, i, np.float32)} for i, s in enumerate("ab")})
