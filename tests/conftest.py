@@ -40,25 +40,37 @@ _MAPS = Path("/proc/self/maps")
 # of the 65,530 memory maps that Linux allows a process; every compiled program takes some, and XLA
 # crashes without
 _MANY = 45_000
+_STATM = Path("/proc/self/statm")  # pages of memory in use, second
+_FULL = 5 << 30  # bytes; two workers had 15 GB at the end of all tests
+_left = 0  # bytes in use after programs were last given up
 # Python's collector walks over all traced programs again and again, for an eighth of the tests'
 # time; it runs where programs are given up
 gc.disable()
 
 
-def _compiled_programs_fit_into_memory_maps() -> None:
-    if _MAPS.exists() and _MAPS.read_text().count("\n") > _MANY:
+def _bytes_in_use() -> int:
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _compiled_programs_fit_into_memory() -> None:
+    global _left
+    if not _MAPS.exists():
+        return
+    full = _bytes_in_use() > max(_FULL, 1.2 * _left)
+    if full or _MAPS.read_text().count("\n") > _MANY:
         jax.clear_caches()
         gc.collect()
+        _left = _bytes_in_use()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _after_a_file() -> Iterator[None]:
     yield
-    _compiled_programs_fit_into_memory_maps()
+    _compiled_programs_fit_into_memory()
 
 
 @pytest.fixture(autouse=True)
 def _after_a_long_test(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("ci"):  # to count maps takes some hundredths of a second
-        _compiled_programs_fit_into_memory_maps()
+        _compiled_programs_fit_into_memory()
