@@ -218,5 +218,6 @@ def test_a_funnel_is_mended_by_the_last_round_or_flagged():
         posterior = fed.to_inference_data(
             fit, result, silos, num_draws=4000, resample=True
         ).posterior
-    # rightly: a few draws have most of the weight, and the sd is off either way
-    assert abs(posterior["b"].values.std() / np.exp(0.64) - 1) > 0.1
+    # rightly: a few draws have most of the weight, and an sd is off even by draws of mixtures
+    each = posterior["b"].values.reshape(4000, -1).std(0) / np.exp(0.64)
+    assert np.abs(each - 1).max() > 0.05
