@@ -56,7 +56,7 @@ Decay = tuple[float, float, float]
 
 
 def data(seed: int = 0, num_nodes: int = NUM_NODES) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return features (800, 2), targets, and the node of each row."""
+    """Return features ``(200 m, 2)``, targets, and the node of each row."""
     rng = np.random.default_rng(seed)
     weights = rng.normal(size=DIM)
     x = rng.normal(size=(num_nodes * NUM_ROWS, DIM))

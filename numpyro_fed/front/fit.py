@@ -51,8 +51,8 @@ def fit(
     1. ``"vi"``: conducive rounds (:class:`ConduciveSFVI`) run until they converge, after about ten.
        In one more round the silos' likelihoods weight public draws of theta (Pareto-smoothed
        importance sampling). Where the weights fail, silos look for the latents' modes at each draw,
-       and weigh again. Where they still fail, a mixture of Student laws is fitted to the weighed
-       draws, and its own draws are weighed: in up to four more rounds.
+       and weigh again. Where they still fail, up to four more rounds weigh draws of a mixture of
+       Student laws, fitted to the draws before (for at most eight global coordinates).
     2. ``"hmc"``: four chains of :class:`HMC`, which need no Gaussian shape. They go on until R-hat
        is sound and a quarter of the draws effective, for at most 16 times ``num_draws``. Where
        trajectories diverge they start again with shorter steps, of acceptance .95 and then .99.

@@ -68,10 +68,10 @@ def weighed(
     attrs = idata.posterior.attrs
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
     around = ", with candidates around the latents' modes at each draw"
-    fitted = " of a mixture fitted to draws of rounds before"
+    fitted = "drew from a mixture fitted to earlier draws, and "
     words = (
-        f"the last round weighted {attrs['candidates']:,} public draws"
-        f"{fitted if attrs['mixtures'] else ''} by the silos' likelihoods"
+        f"the last round {fitted if attrs['mixture'] else ''}weighted {attrs['candidates']:,} "
+        f"public draws by the silos' likelihoods"
         f"{around if attrs['placed'] else ''}: Pareto's k {k:.2f} "
         f"({attrs['pareto_k_of']}: {'good' if k <= POOR else 'too large'})"
     )

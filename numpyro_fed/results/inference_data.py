@@ -60,7 +60,7 @@ def to_inference_data(fit: FederatedVI | MCMC, *args: Any, **options: Any) -> "I
     * learned parameters (attribute ``learned``);
     * Pareto's k of theta's draws (attribute ``pareto_k``), which is the largest of the weights' own
       and of those of the coordinates' variances; the attribute ``pareto_k_of`` says which it is,
-      and ``mixtures`` is the number of the mixture that was drawn from, 0 for q;
+      and ``mixture`` is the number of the mixture that was drawn from, 0 for q;
     * Pareto's k of the worst unit's candidates (attribute ``pareto_k_unit``).
 
     Where silos differ in structure, names and dimensions of the i-th structure end in ``_i``. The

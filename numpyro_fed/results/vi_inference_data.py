@@ -237,7 +237,7 @@ def _told(setup: Setup, params: dict, result: VIResult, found: Weighed) -> Facts
     told |= {
         "candidates": found.candidates,
         "placed": int(found.placed),
-        "mixtures": found.mixtures,
+        "mixture": found.mixture,
     }
     told |= {"learned": json.dumps(arrays), "networks": json.dumps(networks)}
     if setup.remote:

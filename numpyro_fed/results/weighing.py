@@ -65,7 +65,7 @@ class Weighed(NamedTuple):
     :param candidates: number of draws that were weighed.
     :param placed: whether candidates are around the latents' modes at each draw.
     :param evidence: log marginal likelihood, and its Monte-Carlo error.
-    :param mixtures: number of the mixture whose draws these are; 0 for q's.
+    :param mixture: number of the mixture whose draws these are; 0 for q's.
     :param cost: rounds in which silos weighed draws, and bytes of a silo.
     """
 
@@ -76,7 +76,7 @@ class Weighed(NamedTuple):
     candidates: int
     placed: bool
     evidence: tuple[float, float]
-    mixtures: int = 0
+    mixture: int = 0
     cost: Cost = Cost()
 
 
@@ -97,11 +97,12 @@ def weigh(
     config = setup.config
     stretched = resample and isinstance(config.families[0], SiloNormal)
     num, cost = _EACH * num_draws if resample else num_draws, []
+    one = setup if setup.remote else setup.as_one()
+    whiten = jax.jit(jax.vmap(partial(config.normal().whiten, params))) if stretched else None
 
     def drawn(number: int, placed: bool, mixture: Mixture | None = None) -> Draws:
         own = random.fold_in(key, number) if number else key
         given = None if mixture is None else _given(mixture, own, num)
-        one = setup if setup.remote else setup.as_one()
         told = positions(one.config, params, one.stacks[0], own, num, stretched, given)
         if config.noise is None or not setup.remote:  # under privacy no silo weighs draws
             cost.append(_cost(told))
@@ -114,11 +115,11 @@ def weigh(
             draws = draw(one.config, params, *here, told, stretched, placed)
         return jax.tree.map(np.asarray, draws)  # resampled without programs of each shape
 
-    def judge(placed: bool, *halves: Draws, mixtures: int = 0) -> Weighed:
+    def judge(placed: bool, *halves: Draws, mixture: int = 0) -> Weighed:
         draws: Draws = jax.tree.map(lambda *x: np.concatenate(x), *halves)
         weight, k, judged = _judged(config, draws, stretched)
         uneven = effective(weight) < num_draws or k > _FAIR
-        if resample and uneven and len(halves) == 1 and not mixtures:
+        if resample and uneven and len(halves) == 1 and not mixture:
             return judge(placed, *halves, drawn(1, placed))
         candidates, evidence = len(weight), _evidence(draws)
         if resample:  # before units are judged: stretched candidates lie where none has to be right
@@ -126,20 +127,19 @@ def weigh(
             draws = jax.tree.map(lambda x: x[chosen], draws)
         several = config.num_local_particles > 1 or any(np.any(x) for x in draws.ratios)
         unit = _worst_unit(setup, draws) if several and not setup.remote else {}
-        return Weighed(draws, k, judged, unit, candidates, placed, evidence, mixtures)
+        return Weighed(draws, k, judged, unit, candidates, placed, evidence, mixture)
 
     can = resample and any(can_place(config.families[x.part], x) for x in setup.stacks)
-    at_once = can and setup.remote  # remote silos do not say how good their candidates are
-    found = judge(at_once, drawn(0, at_once))
-    if can and not at_once and max(found.k, found.unit.get("pareto_k_unit", found.k)) > POOR:
+    first = can and setup.remote  # remote silos do not say how good their candidates are
+    found = judge(first, drawn(0, first))
+    if can and not first and max(found.k, found.unit.get("pareto_k_unit", found.k)) > POOR:
         found = judge(True, drawn(0, True))
     for number in range(1, _MIXTURES + 1):
-        if not (stretched and POOR < found.k < np.inf and config.factors.dim <= _WIDEST):
+        if whiten is None or config.factors.dim > _WIDEST or not POOR < found.k < np.inf:
             break
-        u = jax.jit(jax.vmap(partial(config.normal().whiten, params)))(found.draws.theta)
-        mixture = fit_mixture(np.asarray(u, np.float64), _rng(key, number)).wider()
-        draws = drawn(1 + number, found.placed, mixture)
-        found = min(found, judge(found.placed, draws, mixtures=number), key=lambda x: x.k)
+        u = np.asarray(whiten(found.draws.theta), np.float64)
+        draws = drawn(1 + number, found.placed, fit_mixture(u, _rng(key, number)).wider())
+        found = min(found, judge(found.placed, draws, mixture=number), key=lambda x: x.k)
     return found._replace(cost=sum(cost, Cost()))
 
 

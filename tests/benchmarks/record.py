@@ -13,18 +13,22 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 
+def _git(*arguments: str) -> str:
+    here = Path(__file__).parent
+    return subprocess.run(
+        ["git", *arguments], cwd=here, capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
 def record(name: str, rows: list[dict[str, Any]], start: float) -> None:
     """Write rows of numbers into a file of docs/results, and how they came about.
 
     :param start: when the benchmark started, of ``time.time()``.
     """
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude", "*"],
-        cwd=here,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    commit = _git("rev-parse", "--short", "HEAD")
+    # but for the files of docs, which a long benchmark writes again and again
+    if _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs"):
+        commit += "-dirty"
     facts = {
         "command": " ".join(
             ["python", f"tests/benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]

@@ -206,7 +206,7 @@ def funnel(width, dim):
 
 
 @pytest.mark.ci
-def test_a_funnel_is_mended_by_the_last_round_or_flagged():
+def test_a_funnel_is_mended_by_the_last_round_or_flagged(monkeypatch):
     """Rows that say nothing: the posterior is the prior, sd of b exp(width^2)."""
     fit, result, silos = funnel(0.5, 1)
     assert np.linalg.norm(result.params["auto_scale_tril"][0]) < 0.75 * np.exp(0.25)  # q alone
@@ -214,10 +214,11 @@ def test_a_funnel_is_mended_by_the_last_round_or_flagged():
     assert posterior["b"].values.std() == pytest.approx(np.exp(0.25), rel=0.06)
     assert posterior.attrs["pareto_k"] < 0.5
     fit, result, silos = funnel(0.8, 5)
-    with pytest.warns(UserWarning, match="Pareto's k"):
-        posterior = fed.to_inference_data(
-            fit, result, silos, num_draws=4000, resample=True
-        ).posterior
-    # rightly: a few draws have most of the weight, and an sd is off even by draws of mixtures
-    each = posterior["b"].values.reshape(4000, -1).std(0) / np.exp(0.64)
-    assert np.abs(each - 1).max() > 0.05
+    for most in (4, 0):  # mixtures mend some of it, and it is still flagged
+        monkeypatch.setattr("numpyro_fed.results.weighing._MIXTURES", most)
+        with pytest.warns(UserWarning, match="Pareto's k"):
+            posterior = fed.to_inference_data(
+                fit, result, silos, num_draws=4000, resample=True
+            ).posterior
+    # rightly: a few draws have most of the weight, and the sd is off either way
+    assert abs(posterior["b"].values.std() / np.exp(0.64) - 1) > 0.1

@@ -45,7 +45,7 @@ def test_draws_have_its_law():
 
 
 def test_a_fit_finds_the_law_of_its_draws():
-    """New draws have nearly the log density of the law, on average; a part of it has not."""
+    """On new draws its log density is nearly the law's; that of a fit to seven draws is not."""
     rng = np.random.default_rng(2)
     u, new = TWO.draw(rng, 4000), TWO.draw(rng, 4000)
     loss = np.mean(TWO.log_density(new) - fit_mixture(u, rng).log_density(new))
@@ -76,7 +76,7 @@ def test_weights_that_fail_are_mended(monkeypatch, remote):
     silos = fed.RemoteSilos(silos, fed.Loopback(silos)) if remote else silos
     idata = fed.fit(banana, silos, method="vi", progress_bar=False)
     assert idata.posterior.attrs["verdict"] == "sound", idata.posterior.attrs["report"]
-    assert idata.posterior.attrs["mixtures"] > 0
+    assert idata.posterior.attrs["mixture"] > 0
     a, b = (idata.posterior[k].values.ravel() for k in "ab")
     error = 2000**-0.5
     assert abs(a.mean()) < 4 * error
