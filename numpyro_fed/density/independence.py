@@ -12,7 +12,7 @@ from numpyro_fed.data.views import SiloView, largest
 from numpyro_fed.density.check import made_up_silos
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
-from numpyro_fed.density.nested import NestedUnits
+from numpyro_fed.density.nested import NestedUnits, nesting
 from numpyro_fed.rounds.inline import ask_all
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
@@ -122,3 +122,18 @@ def elements_are_independent(
         if not (leaks <= 1e3 * float(jnp.finfo(leaks.dtype).eps)).all():
             return False
     return True
+
+
+def independent_units(factors: Factors, silos: Silos) -> Units | None:
+    """Return the units of one plate's elements, or of two nested plates.
+
+    The result is ``None`` where they depend on each other, and for a model without local latents.
+    """
+    groups, pair, pad = factors.latent_groups, nesting(factors), largest(silos)
+    units = None
+    if len(groups) == 1:
+        units = Units(factors, groups[0], pad)
+    elif pair is not None:
+        units = NestedUnits(factors, None, pad, *pair)
+    found = units is not None and elements_are_independent(factors, units, silos)
+    return units if found else None

@@ -20,7 +20,7 @@ from numpyro_fed.surrogates.natural_step import CONVERGED
 from numpyro_fed.vi.conducive.checks import JointUnits
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.result import VIResult
-from numpyro_fed.vi.svi import MOST_ROUNDS, TOL, ConduciveSFVI
+from numpyro_fed.vi.svi import MOST_ROUNDS, TOL, ConduciveSFVI, conducive_for
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -211,6 +211,8 @@ def _settable(model: Callable, silos: Silos | MixedSilos) -> tuple[ConduciveSFVI
     elements depend on each other.
     """
     try:
+        if isinstance(silos, RemoteSilos):
+            return conducive_for(model, silos), 0
         svi = ConduciveSFVI(model, AutoSiloNormal(model))
         svi.setup(silos)
     except JointUnits as error:

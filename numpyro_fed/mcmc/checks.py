@@ -9,9 +9,8 @@ from jax import Array
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import MAX_BATCH, largest
 from numpyro_fed.density.factors import Factors
-from numpyro_fed.density.independence import elements_are_independent
+from numpyro_fed.density.independence import independent_units
 from numpyro_fed.density.local_map import Units
-from numpyro_fed.density.nested import NestedUnits, nesting
 from numpyro_fed.mcmc.minibatch import pointing_groups
 from numpyro_fed.mcmc.options import Options
 from numpyro_fed.surrogates.gaussian import Surrogates
@@ -85,15 +84,8 @@ def units_of(factors: Factors, silos: Silos) -> Units | None:
 
     :warns UserWarning: if all latents of a silo are one unit.
     """
-    groups, pad = factors.latent_groups, largest(silos)
-    if not groups:
-        return None
-    pair, units = nesting(factors), None
-    if len(groups) == 1:
-        units = Units(factors, groups[0], pad)
-    elif pair is not None:
-        units = NestedUnits(factors, None, pad, *pair)
-    if units is not None and elements_are_independent(factors, units, silos):
+    groups, units = factors.latent_groups, independent_units(factors, silos)
+    if units is not None or not groups:
         return units
     names = [s.name for s in factors.local_sites]
     why = f"elements of {groups[0]!r} are not independent given the global sites"
@@ -108,7 +100,7 @@ def units_of(factors: Factors, silos: Silos) -> Units | None:
         "them out",
         stacklevel=2,
     )
-    return Units(factors, None, pad)
+    return Units(factors, None, largest(silos))
 
 
 def check_latents(options: Options, factors: Factors) -> None:

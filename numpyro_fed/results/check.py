@@ -32,9 +32,8 @@ from numpyro_fed.results.silo_likelihood import (
 )
 from numpyro_fed.results.vi_inference_data import check_num_draws, vi_inference_data
 from numpyro_fed.rounds.remote import Loopback, RemoteSilos
-from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.importance import POOR, log_mean, smoothed
-from numpyro_fed.vi.svi import MOST_ROUNDS, TOL, ConduciveSFVI
+from numpyro_fed.vi.svi import MOST_ROUNDS, TOL, conducive_for
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -125,8 +124,8 @@ def check(
     :param num_draws: most draws that are used.
     :param refit: whether to fit the model without each silo whose k is above .7. Silos in this
         process only.
-    :param rows: whether the silos check their rows. Not for models whose latents of a silo, or
-        whose rows, depend on each other.
+    :param rows: whether the silos check their rows. Not for models with nested plates, and those
+        whose latents of a silo, or whose rows, depend on each other.
     :raises TypeError: for silos of another type.
     :raises ValueError: for a single silo, for the posterior of another model, and for a model whose
         local latents of a silo depend on each other, where the result does not have the silos' log
@@ -164,7 +163,7 @@ def check(
                 raise
         else:
             terms = asked.log_likelihood() if terms is None else terms
-            of_rows = check_rows(asked) if rows else None
+            of_rows = check_rows(asked) if rows and asked.draws_latents else None
     names, values = coefficients(sites)
     mean, sd = values.mean(0), values.std(0)
     here = refit and not isinstance(silos, RemoteSilos)
@@ -209,7 +208,7 @@ def _refitted(
     """
     rest = _among(silos, [other for other in silos.names if other != name])
     # the factorization was checked on all silos
-    svi = ConduciveSFVI(model, AutoSiloNormal(model), validate=False)
+    svi = conducive_for(model, rest, validate=False)
     result = svi.run(
         jax.random.key(silos.names.index(name)), MOST_ROUNDS, rest, tol=TOL, progress_bar=False
     )

@@ -29,10 +29,9 @@ from numpyro_fed.vi.draws import (
     ask_estimates,
     draw,
 )
-from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.placed import can_place
 from numpyro_fed.vi.setup import Setup
-from numpyro_fed.vi.svi import ConduciveSFVI
+from numpyro_fed.vi.svi import conducive_for
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -44,9 +43,9 @@ class JointLatentsError(ValueError):
 
 
 _CANNOT = (
-    "the latents of a silo depend on each other (nested or crossed plates), so that its likelihood "
-    "given the global latents has no closed or one-element form; expected a model without local "
-    "latents, or with independent elements of one plate"
+    "the latents of a silo depend on each other (crossed plates, a series), so that its likelihood "
+    "given the global latents is no product over elements; expected a model without local latents, "
+    "or with those of one plate's elements or of two nested plates"
 )
 
 
@@ -73,6 +72,12 @@ class Question(NamedTuple):
         replies = ask_estimates(local, *how)
         return [replies[i] for i in self._order]
 
+    @property
+    def draws_latents(self) -> bool:
+        """Whether silos can draw their latents at the draws, or only integrate them out."""
+        family, has = self.setup.config.families[0], bool(self.setup.config.factors.local_sites)
+        return family.has_local or not has
+
     def at(self, places: np.ndarray) -> "Question":
         """Return the question at some of the draws."""
         return self._replace(told=jax.tree.map(lambda x: x[places], self.told))
@@ -90,7 +95,13 @@ class Question(NamedTuple):
         """Draw the latents of silos here, at the draws.
 
         :return: for each structure its local sites, unconstrained, in pooled order, draws first.
+        :raises JointLatentsError: for those of nested plates.
         """
+        if not self.draws_latents:
+            raise JointLatentsError(
+                "latents of nested plates are integrated out, and not drawn; expected those of one "
+                "silo plate's elements"
+            )
         return self._here().latents
 
     def _here(self) -> Draws:
@@ -110,14 +121,14 @@ def question(
 
     :param draws: global latent sites in their supports, leading axis n.
     :param rng_key: seed of the silos' latents. ``None``: a fixed one.
-    :raises ValueError: for learned parameters, and for latents that cannot be integrated out one by
-        one: those of nested or crossed plates, or of elements that depend on each other.
+    :raises ValueError: for learned parameters, and for latents that cannot be integrated out: those
+        of crossed plates, or of elements that depend on each other.
     """
-    svi = ConduciveSFVI(model, AutoSiloNormal(model))
     try:
-        setup = svi.setup(silos)
+        svi = conducive_for(model, silos)
     except JointUnits as error:
         raise JointLatentsError(_CANNOT) from error
+    setup = svi.setup(silos)
     config = setup.config
     if config.learned:
         raise ValueError(f"learned parameters {list(config.learned)}: expected priors on them")

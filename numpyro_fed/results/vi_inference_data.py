@@ -63,7 +63,7 @@ def vi_inference_data(
     draws, k, judged = found.draws, found.k, found.judged
     pieces = [
         (globals_of(config, part, draws, params), {}, {}, {})
-        if setup.remote
+        if setup.globals_alone
         else of_structure(config, i, part, draws, params, log_likelihood)
         for i, part in enumerate(setup.parts)
     ]
@@ -71,7 +71,7 @@ def vi_inference_data(
     _add_bound(idata, result)
     if resample and draws.terms.shape[1] == len(setup.names):  # not of all silos drawn as one
         _add_silo_terms(idata, setup, draws.terms)
-    for i, part in enumerate(() if setup.remote else setup.parts):
+    for i, part in enumerate(() if setup.globals_alone else setup.parts):
         silo_coords(idata, config.families[i].factors, part, config.suffix(i))
     idata.posterior.attrs |= _told(setup, params, result, found) | found.unit
     if not unweighed:
@@ -240,7 +240,7 @@ def _told(setup: Setup, params: dict, result: VIResult, found: Weighed) -> Facts
         "mixture": found.mixture,
     }
     told |= {"learned": json.dumps(arrays), "networks": json.dumps(networks)}
-    if setup.remote:
+    if setup.globals_alone:
         told["remote"] = json.dumps([s.name for s in config.factors.local_sites])
     if result.privacy is not None:
         told |= {"privacy": str(result.privacy), "privacy_error": result.privacy.error}

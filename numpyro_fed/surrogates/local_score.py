@@ -205,11 +205,17 @@ def points_at_once(rows: int, units: Units | None) -> int:
 
     :param rows: number of rows that one point takes.
     """
+    return 1 << (max(1, _ROWS_AT_ONCE // (rows * evaluations(units))).bit_length() - 1)
+
+
+def evaluations(units: Units | None) -> int:
+    """Return how often a row is evaluated at one point."""
+    if units is None:
+        return 1
     if isinstance(units, NestedUnits):
-        rows *= num_nodes(*(width for *_, width in units.blocks()))
-    elif units is not None:  # a joint unit has a column of the curvature for each latent
-        rows *= len(nodes(units.dim)[0]) if units.group is not None else units.dim
-    return 1 << (max(1, _ROWS_AT_ONCE // rows).bit_length() - 1)
+        return num_nodes(*(width for *_, width in units.blocks()))
+    # a joint unit has a column of the curvature for each latent
+    return len(nodes(units.dim)[0]) if units.group is not None else units.dim
 
 
 def marginal_score(

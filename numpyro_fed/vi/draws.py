@@ -34,9 +34,11 @@ from numpyro_fed.rounds.inline import quick_jit
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.serialization import wire_name
 from numpyro_fed.rounds.worker import Call, rows_of
+from numpyro_fed.surrogates.local_score import evaluations
 from numpyro_fed.vi.algorithms import own_params
 from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
 from numpyro_fed.vi.config import FIT_CLASSES, FitConfig, FitTask
+from numpyro_fed.vi.guides.marginal import MarginalNormal
 from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.placed import at_modes, can_place
 from numpyro_fed.vi.proposals import (
@@ -170,7 +172,7 @@ class EstimateLocal(FitTask):
 
         many = _num_nodes(config, self.stretched, rows) or config.num_local_particles
         units = sum(x.size for x in jax.tree.leaves(own)) * many
-        numbers = units + max(n for _, n in rows.pad)
+        numbers = units + _rows_of_draw(config, rows)
         return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers)), None
 
 
@@ -310,7 +312,13 @@ def _numbers(config: FitConfig, stretched: bool, local: list, stacks: list[SiloR
         * (_num_nodes(config, stretched, rows) or config.num_local_particles)
         for rows, own in zip(stacks, local, strict=True)
     )
-    return units + sum(len(rows.number) * max(n for _, n in rows.pad) for rows in stacks)
+    return units + sum(len(rows.number) * _rows_of_draw(config, rows) for rows in stacks)
+
+
+def _rows_of_draw(config: FitConfig, rows: SiloRows) -> int:
+    """Return how many rows of a silo are evaluated at one draw."""
+    family, most = config.families[rows.part], max(n for _, n in rows.pad)
+    return most * evaluations(family.integrated(rows) if not family.has_local else None)
 
 
 def at_once(num: int, numbers: int) -> int:
@@ -362,6 +370,8 @@ def candidate(
     family = config.families[rows.part]
     key_choice = random.fold_in(key_choice, rows.part)
     batch = pick(family, None, key, rows)
+    if isinstance(family, MarginalNormal):
+        return family.log_likelihood(context.theta, rows), {}, jnp.zeros(0)
     if not family.has_local:
         return (
             unit_terms(family, context.theta, jnp.zeros((0, 0)), learned, batch)[1],

@@ -16,7 +16,7 @@ from numpyro_fed.data.views import SiloRows, largest, outlines, stack, thin
 from numpyro_fed.density.check import check_batch, check_factorization
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import PARAMS, Factors, LearnedModel, made_up_rows
-from numpyro_fed.density.independence import elements_are_independent
+from numpyro_fed.density.independence import elements_are_independent, independent_units
 from numpyro_fed.density.local_map import Units
 from numpyro_fed.privacy.differential import Noise
 from numpyro_fed.rounds.remote import RemoteSilos
@@ -25,6 +25,7 @@ from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.guides.family import Family
 from numpyro_fed.vi.guides.learned import factored
+from numpyro_fed.vi.guides.marginal import MarginalNormal
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.guides.user_guide import guide_family
 from numpyro_fed.vi.options import Options
@@ -60,6 +61,11 @@ class Setup(NamedTuple):
     def remote(self) -> bool:
         """Flag of remote silos: their rows are not in this process."""
         return isinstance(self.parts[0], RemoteSilos)
+
+    @property
+    def globals_alone(self) -> bool:
+        """Flag of draws of theta alone: latents are in remote silos, or integrated out."""
+        return self.remote or isinstance(self.config.families[0], MarginalNormal)
 
     @property
     def totals(self) -> Totals:
@@ -184,6 +190,7 @@ def _config_and_parts(
                 f"the guide has the global parameters {sorted(one ^ other)} in some structures of "
                 "silos and not in others"
             )
+    _check_marginal(options, families)
     twice = sorted(set(learned) & set(families[0].constraints()))
     if twice:
         raise ValueError(
@@ -204,6 +211,17 @@ def _config_and_parts(
         {name: support for name, (support, _) in learned.items()} | families[0].constraints(),
     )
     return config, parts
+
+
+def _check_marginal(options: Options, families: tuple[Family, ...]) -> None:
+    """Refuse latents that are integrated out where they have to move."""
+    steps = options.optim, options.local_optim, options.batch_size
+    rounds = options.num_points is not None and steps == (None, None, None)
+    if any(isinstance(family, MarginalNormal) for family in families) and not rounds:
+        raise ValueError(
+            "marginal=True: silos integrate latents out in conducive rounds without an optimizer "
+            "or minibatches; expected fed.ConduciveSFVI(model, guide), or marginal=False"
+        )
 
 
 def _num_points(options: Options, family: Family) -> int:
@@ -301,6 +319,8 @@ def _family(
         some = _some(silos, batch)
         units = Units(factors, factors.latent_groups[0], largest(some))
         independent = elements_are_independent(factors, units, some)
+    if isinstance(guide, AutoSiloNormal) and guide.marginal:
+        independent = known is not None or independent_units(factors, silos) is not None
     if isinstance(guide, AutoSiloNormal):
         _check_guides_model(guide, factors, plain)
         one = made_up_rows(factors.rows, silos.index)

@@ -280,6 +280,29 @@ class ConduciveSFVI(FederatedVI):
         checks.say_how_it_ended(setup.names, state)
 
 
+def conducive_for(
+    model: Callable, silos: Silos | MixedSilos, *, validate: bool = True
+) -> ConduciveSFVI:
+    """Return conducive rounds whose guide covers the latents of the model.
+
+    The guide has a local map of each element, or leaves the latents of nested plates to the silos'
+    quadrature.
+
+    :raises JointUnits: where the latents of a silo depend on each other in another way.
+    """
+    svi = ConduciveSFVI(model, AutoSiloNormal(model), validate=validate)
+    try:
+        svi.setup(silos)
+        return svi
+    except checks.JointUnits as error:
+        svi = ConduciveSFVI(model, AutoSiloNormal(model, marginal=True), validate=validate)
+        try:
+            svi.setup(silos)
+        except ValueError:
+            raise error from None
+        return svi
+
+
 def _check_gaussian(guide: Callable, why: str, what: str) -> None:
     if not isinstance(guide, AutoSiloNormal):
         raise TypeError(

@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
+from nested_model import nested, nested_silos
 from numpyro.infer import MCMC, NUTS
 from vi_models import (
     PRIOR_SD,
@@ -278,38 +279,6 @@ def test_a_centered_hierarchy_is_sound_here_and_remote():
         assert abs(float(draws.mean()) - mean) < 5 * spread / 1000**0.5
 
 
-def nested(y, klass, pupils_of, schools):
-    """Pupils in classes in schools, with known variances: a Gaussian posterior."""
-    mu = numpyro.sample("mu", dist.Normal(0, 2))
-    with fed.silo_plate("schools", schools.shape[0]):
-        a = numpyro.sample("a", dist.Normal(0, 1))
-    with fed.silo_plate("classes", klass.shape[0]):
-        b = numpyro.sample("b", dist.Normal(0, 0.5))
-    with fed.silo_plate("pupils", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu + a[klass[pupils_of]] + b[pupils_of], 0.7), obs=y)
-
-
-def nested_silos():
-    """Two silos of 3 and 2 schools, 2 classes each, 4 pupils each; with mu's exact mean and sd."""
-    rng, data, design = np.random.default_rng(1), {}, []
-    for name, n in (("north", 3), ("south", 2)):
-        klass, of = np.repeat(np.arange(n), 2), np.repeat(np.arange(2 * n), 4)
-        y = rng.normal(size=n)[klass[of]] + 0.5 * rng.normal(size=2 * n)[of] + 1
-        y = (y + 0.7 * rng.normal(size=8 * n)).astype(np.float32)
-        data[name] = {"y": y, "klass": klass, "pupils_of": of, "schools": np.arange(n)}
-        design.append((klass[of], of, y))
-    cov = np.zeros((40, 40))
-    school = np.concatenate([design[0][0], 3 + design[1][0]])
-    klass = np.concatenate([design[0][1], 6 + design[1][1]])
-    cov = 1.0 * (school[:, None] == school) + 0.25 * (klass[:, None] == klass) + 0.49 * np.eye(40)
-    inverse = np.linalg.inv(cov)
-    variance = 1 / (0.25 + inverse.sum())
-    mean = variance * inverse.sum(0) @ np.concatenate([d[2] for d in design])
-    rows = {"y": "pupils", "klass": "classes", "pupils_of": "pupils", "schools": "schools"}
-    index = {"klass": "schools", "pupils_of": "classes"}
-    return fed.Silos(data, rows=rows, index=index), mean, np.sqrt(variance)
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("method", ["auto", "hmc"])
 def test_latents_that_depend_on_each_other_are_drawn_by_hmc(method):
@@ -325,13 +294,36 @@ def test_latents_that_depend_on_each_other_are_drawn_by_hmc(method):
     assert list(idata.posterior["schools_silo"].values) == ["north"] * 3 + ["south"] * 2
 
 
+def crossed(y, school_of, pupils_of, schools, classes):
+    """Pupils as in :func:`nested`, where nothing says that a class lies in one school."""
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with fed.silo_plate("schools", schools.shape[0]):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+    with fed.silo_plate("classes", classes.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 0.5))
+    with fed.silo_plate("pupils", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu + a[school_of] + b[pupils_of], 0.7), obs=y)
+
+
 @pytest.mark.ci
 def test_many_dependent_latents_of_remote_silos_are_for_fsgld(monkeypatch):
     """A conducive round takes a minute with 250. FSGLD may widen sds by 7 %."""
     monkeypatch.setattr("numpyro_fed.front.fit._LARGEST_UNIT", 8)  # the silos have 9 and 6
     silos, mean, sd = nested_silos()
+    rows = {"y": "pupils", "school_of": "pupils", "pupils_of": "pupils"}
+    rows |= {"schools": "schools", "classes": "classes"}
+    data = {
+        name: {k: silos[name][k] for k in ("y", "pupils_of", "schools")}
+        | {
+            "school_of": silos[name]["klass"][silos[name]["pupils_of"]],
+            "classes": silos[name]["klass"],
+        }
+        for name in silos.names
+    }
+    index = {"school_of": "schools", "pupils_of": "classes"}
+    silos = fed.Silos(data, rows=rows, index=index)
     remote = fed.RemoteSilos(silos, fed.Loopback(silos))
-    posterior = fed.fit(nested, remote, num_draws=2000, progress_bar=False).posterior
+    posterior = fed.fit(crossed, remote, num_draws=2000, progress_bar=False).posterior
     assert posterior.attrs["report"].startswith("9 latents of a silo are one unit: FSGLD, 4 chains")
     effective = float(az.ess(posterior, var_names=["mu"])["mu"])
     assert abs(float(posterior["mu"].mean()) - mean) < 4 * sd / np.sqrt(effective)

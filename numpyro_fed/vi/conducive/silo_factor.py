@@ -54,7 +54,7 @@ def at_once_of(config: FitConfig, rows: SiloRows, num_silos: int) -> int:
     """Return the number of points, or pairs, that ``num_silos`` silos evaluate together."""
     family, most = config.families[rows.part], max(n for _, n in rows.pad)
     if not uses_pairs(config):
-        return points_at_once(num_silos * most, family.units(rows) if family.has_local else None)
+        return points_at_once(num_silos * most, family.integrated(rows))
     if config.batch is not None:
         most = max(min(n, config.batch[1]) if g == config.batch[0] else n for g, n in rows.pad)
     return _pairs_at_once(
@@ -120,7 +120,7 @@ def changes_points(config: FitConfig) -> bool:
     """
     family = config.normal()
     few = family.global_cov != "full" and config.factors.dim > _MAX_DIAGONAL // 4
-    return few and (config.optim is not None or not family.has_local)
+    return few and (config.optim is not None or not family.factors.local_sites)
 
 
 def uses_pairs(config: FitConfig) -> bool:
@@ -194,12 +194,12 @@ def _regressed(
 ) -> tuple[Array, ApproxFactor, Array, PyTree]:
     """Compute the results of :func:`silo_factor` by regression on all points, from all rows."""
     family = config.families[rows.part]
-    units = family.units(rows) if family.has_local else None
+    units = family.integrated(rows)
     found = look(family.factors, units, asked, rows, at_once)
     weights = found.weights / jnp.maximum(found.weights.mean(), 1e-30)
     new = ApproxFactor(*fit_score(asked.points, found.scores, weights, asked.scale.ndim == 2)[:2])
     value = jnp.mean(jnp.where(found.weights > 0, found.values, 0.0) * weights)
-    if units is not None:
+    if units is not None and family.has_local:
         rows_of_map = fit_map(asked.points, *found.latents[0], weights, bent=False)
         own = type(own)(
             **{k: None if v is None else vars(rows_of_map)[k] for k, v in vars(own).items()}

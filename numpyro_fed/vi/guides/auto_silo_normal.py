@@ -25,7 +25,9 @@ from numpyro_fed.density.factorize import pooled_factors
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.handlers import is_silo_plate
 from numpyro_fed.density.local_map import LocalMap
+from numpyro_fed.density.nested import nesting
 from numpyro_fed.vi.guides.amortize import Encoder, arrays_of, encoders_of, registered
+from numpyro_fed.vi.guides.marginal import MarginalNormal
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.guides.pooled_draw import draw
 
@@ -52,6 +54,9 @@ class AutoSiloNormal(AutoGuide):
     :param coupling: whether the guide has C. Without it (mean field between theta and z) sds come
         out up to two times too small.
     :param scale_coupling: whether the guide has b, which costs ``d`` numbers for each latent.
+    :param marginal: whether the guide leaves local latents out: silos integrate them out, by
+        quadrature, in :class:`~numpyro_fed.ConduciveSFVI` without ``optim``. Its draws are of the
+        global sites alone. The latents are those of one plate's elements or of two nested plates.
     :param amortize: an encoder for each amortized local site, by the site's name: an equinox or
         flax.nnx module, or a function that declares its weights inside with
         ``numpyro.contrib.module`` or ``numpyro.param``. It is called for one element, with the
@@ -98,6 +103,7 @@ class AutoSiloNormal(AutoGuide):
         coupling: bool = True,
         scale_coupling: bool = True,
         *,
+        marginal: bool = False,
         amortize: Mapping[str, Callable] | None = None,
         prefix: str = "auto",
         init_loc_fn: Callable = init_to_median,
@@ -117,7 +123,11 @@ class AutoSiloNormal(AutoGuide):
         super().__init__(model, prefix=prefix, init_loc_fn=init_loc_fn)
         self.global_cov, self.local_cov = global_cov, local_cov
         self.coupling, self.scale_coupling = bool(coupling), bool(scale_coupling)
-        self.init_scale = init_scale
+        self.init_scale, self.marginal = init_scale, bool(marginal)
+        if marginal and amortize:
+            raise ValueError(
+                "marginal=True leaves local latents out; expected no amortize= beside it"
+            )
         if amortize is not None and not isinstance(amortize, Mapping):
             raise TypeError(
                 f"amortize: expected a dict of encoders by site, got {type(amortize).__name__}"
@@ -133,7 +143,8 @@ class AutoSiloNormal(AutoGuide):
         return (
             f"AutoSiloNormal(global_cov={self.global_cov!r}, local_cov={self.local_cov!r}, "
             f"coupling={self.coupling}, "
-            f"scale_coupling={self.scale_coupling}{amortize})"
+            f"scale_coupling={self.scale_coupling}{', marginal=True' if self.marginal else ''}"
+            f"{amortize})"
         )
 
     def family(
@@ -154,6 +165,8 @@ class AutoSiloNormal(AutoGuide):
             )
         self._built = encoders_of(self.amortize, factors, rows)
         groups = factors.latent_groups
+        if self.marginal:
+            return self._marginal_family(factors, independent)
         alone = independent and len(groups) == 1 and self.local_cov != "full"
         return SiloNormal(
             factors,
@@ -166,6 +179,19 @@ class AutoSiloNormal(AutoGuide):
             self.init_scale,
             self._built,
         )
+
+    def _marginal_family(self, factors: Factors, independent: bool) -> SiloNormal:
+        groups, nested = factors.latent_groups, nesting(factors)
+        plates = groups if len(groups) == 1 else nested
+        if not groups or plates is None or not independent:
+            raise ValueError(
+                "marginal=True: expected latents of one silo plate's elements, or of two plates "
+                f"nested by index=, independent of each other given the global sites; got {groups}"
+                if groups
+                else "marginal=True: expected latents in a silo plate, got none"
+            )
+        settings = self.local_cov, self.coupling, self.scale_coupling, self.prefix, self.init_scale
+        return MarginalNormal(factors, None, self.global_cov, *settings, plates=plates)
 
     def encode(
         self, params: Mapping[str, PyTree], **rows: AnyArray
@@ -190,6 +216,11 @@ class AutoSiloNormal(AutoGuide):
         return {encoder.site: encoder(params, rows) for encoder in self._built}
 
     def _setup_prototype(self, *args: Column, **kwargs: Column) -> None:
+        if self.marginal:
+            raise ValueError(
+                "marginal=True: the guide has no law of local latents, and is for "
+                "fed.ConduciveSFVI alone; expected marginal=False"
+            )
         super()._setup_prototype(*args, **kwargs)
         shapes = {name: jnp.shape(x) for name, x in self._init_locs.items()}
         factors = pooled_factors(self.model, self.prototype_trace, shapes)

@@ -37,6 +37,10 @@ class Family(abc.ABC):
         """Return the partition of the latents of a stack's silos into units."""
         return Units(self.factors, self.group, rows.pad)
 
+    def integrated(self, rows: SiloRows) -> Units | None:
+        """Return the units that a silo integrates out in conducive rounds; ``None`` without any."""
+        return self.units(rows) if self.has_local else None
+
     @property
     @abc.abstractmethod
     def shared_params(self) -> tuple[str, ...]:

@@ -1,0 +1,44 @@
+"""Pupils in classes in schools, with known variances: everything is Gaussian, and exact."""
+
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+
+import numpyro_fed as fed
+
+
+def nested(y: Array, klass: Array, pupils_of: Array, schools: Array) -> None:
+    """Pupils of a mean, with effects of their schools and classes."""
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with fed.silo_plate("schools", schools.shape[0]):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+    with fed.silo_plate("classes", klass.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 0.5))
+    with fed.silo_plate("pupils", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu + a[klass[pupils_of]] + b[pupils_of], 0.7), obs=y)
+
+
+def nested_silos() -> tuple[fed.Silos, float, float]:
+    """Two silos of 3 and 2 schools, 2 classes each, 4 pupils each; with mu's exact mean and sd."""
+    rng, data = np.random.default_rng(1), {}
+    for name, n in (("north", 3), ("south", 2)):
+        klass, of = np.repeat(np.arange(n), 2), np.repeat(np.arange(2 * n), 4)
+        y = rng.normal(size=n)[klass[of]] + 0.5 * rng.normal(size=2 * n)[of] + 1
+        y = (y + 0.7 * rng.normal(size=8 * n)).astype(np.float32)
+        data[name] = {"y": y, "klass": klass, "pupils_of": of, "schools": np.arange(n)}
+    rows = {"y": "pupils", "klass": "classes", "pupils_of": "pupils", "schools": "schools"}
+    silos = fed.Silos(data, rows=rows, index={"klass": "schools", "pupils_of": "classes"})
+    y, covariance = nested_law(silos)
+    inverse = np.linalg.inv(covariance)
+    variance = 1 / (0.25 + inverse.sum())
+    return silos, variance * inverse.sum(0) @ y, np.sqrt(variance)
+
+
+def nested_law(silos: fed.Silos) -> tuple[np.ndarray, np.ndarray]:
+    """Return all outcomes ``(n,)``, and their covariance given mu ``(n, n)``."""
+    pooled = silos.pooled
+    of, y = np.asarray(pooled["pupils_of"]), np.asarray(pooled["y"], float)
+    school = np.asarray(pooled["klass"])[of]
+    effects = (school[:, None] == school) + 0.25 * (of[:, None] == of)
+    return y, effects + 0.49 * np.eye(len(y))

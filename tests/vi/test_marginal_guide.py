@@ -1,0 +1,118 @@
+"""Conducive rounds of latents that silos integrate out: exact for two nested plates."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from marks import heavy
+from nested_model import nested, nested_law, nested_silos
+from numpyro.infer import SVI, Trace_ELBO
+from scipy.stats import multivariate_normal
+from vi_models import hierarchy, hierarchy_silos, wheeze, wheeze_silos
+
+import numpyro_fed as fed
+
+
+def over(silos):
+    return fed.RemoteSilos(silos, fed.Loopback(silos))
+
+
+def marginal(model, **settings):
+    return fed.ConduciveSFVI(model, fed.AutoSiloNormal(model, marginal=True, **settings))
+
+
+def run(svi, silos):
+    return svi.run(jax.random.key(0), 20, silos, tol=1e-3, progress_bar=False)
+
+
+@pytest.mark.parametrize("remote", heavy([True, False], False))
+def test_nested_plates_are_exact(remote):
+    (silos, mean, sd), svi = nested_silos(), marginal(nested)
+    where = over(silos) if remote else silos
+    result = run(svi, where)
+    assert float(result.params["auto_loc"][0]) == pytest.approx(mean, abs=1e-3 * sd)
+    assert float(result.params["auto_scale_tril"][0, 0]) == pytest.approx(sd, rel=1e-3)
+    posterior = fed.to_inference_data(svi, result, where, num_draws=500, resample=True).posterior
+    assert set(posterior.data_vars) == {"mu"}
+    assert posterior.attrs["pareto_k"] < 0.3
+    y, covariance = nested_law(silos)
+    evidence = multivariate_normal(np.zeros(len(y)), covariance + 4).logpdf(y)
+    assert posterior.attrs["log_evidence"] == pytest.approx(evidence, abs=0.01)
+
+
+@pytest.mark.ci
+def test_one_call_over_remote_silos_ends_with_weighed_draws():
+    silos, mean, sd = nested_silos()
+    posterior = fed.fit(nested, over(silos), num_draws=2000, progress_bar=False).posterior
+    assert posterior.attrs["verdict"] == "sound"
+    assert "HMC" not in posterior.attrs["report"]
+    assert abs(float(posterior["mu"].mean()) - mean) < 4 * sd / 1000**0.5
+    assert float(posterior["mu"].std()) == pytest.approx(sd, rel=4 / 1000**0.5)
+
+
+@pytest.mark.ci
+def test_a_silo_is_left_out_exactly():
+    silos, _, _ = nested_silos()
+    idata = fed.fit(nested, over(silos), num_draws=4000, progress_bar=False)
+    found = fed.check(idata, nested, silos)
+    assert found.rows is None
+    y, covariance = nested_law(silos)
+    whole, north = covariance + 4, np.arange(len(y)) < 24
+    for name, own in (("north", north), ("south", ~north)):
+        gain = np.linalg.solve(whole[np.ix_(~own, ~own)], whole[np.ix_(~own, own)])
+        law = multivariate_normal(
+            gain.T @ y[~own], whole[np.ix_(own, own)] - whole[np.ix_(own, ~own)] @ gain
+        )
+        row = found.table.loc[name]
+        assert abs(row["elpd"] - law.logpdf(y[own])) < 4 * row["se"] + 0.01
+    with pytest.raises(ValueError, match="integrated out, and not drawn"):
+        fed.local_latents(idata, nested, silos)
+
+
+@pytest.mark.ci
+def test_one_plates_elements_have_the_law_of_their_local_maps():
+    silos = wheeze_silos(np.repeat(np.arange(3), [2, 5, 9]))
+    alone, with_maps = (
+        fed.ConduciveSFVI(wheeze, fed.AutoSiloNormal(wheeze, marginal=on)) for on in (True, False)
+    )
+    found, expected = (run(svi, silos) for svi in (alone, with_maps))
+    assert set(found.params) == {"auto_loc", "auto_scale_tril"} < set(expected.params)
+    for name, value in found.params.items():
+        np.testing.assert_allclose(value, expected.params[name], atol=2e-4, rtol=1e-3)
+
+
+def series(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with fed.silo_plate("days", y.shape[0], row_wise=False):
+        z = numpyro.sample("z", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(mu + jnp.cumsum(z), 1), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("fit", "message"),
+    [
+        (lambda guide: fed.SFVI(hierarchy, guide, optax.adam(0.1)), "in conducive rounds without"),
+        (
+            lambda guide: fed.ConduciveSFVI(hierarchy, guide, optax.adam(0.1)),
+            "in conducive rounds without",
+        ),
+        (lambda guide: SVI(hierarchy, guide, optax.adam(0.1), Trace_ELBO()), "no law of local"),
+    ],
+    ids=["SFVI", "optimizer", "SVI"],
+)
+def test_fits_that_move_latents_refuse_it(fit, message):
+    svi, silos = fit(fed.AutoSiloNormal(hierarchy, marginal=True)), hierarchy_silos(np.arange(9))
+    given = silos.pooled if isinstance(svi, SVI) else {"silos": silos}
+    with pytest.raises(ValueError, match=message):
+        svi.init(jax.random.key(0), **given)
+
+
+def test_latents_that_depend_on_each_other_are_refused():
+    silos = fed.Silos({"a": {"y": np.zeros(4)}, "b": {"y": np.ones(3)}})
+    with pytest.raises(ValueError, match="independent of each other given the global sites"):
+        marginal(series).init(jax.random.key(0), silos)
+    with pytest.raises(ValueError, match="expected no amortize="):
+        fed.AutoSiloNormal(hierarchy, marginal=True, amortize={"z": lambda y: (y, y)})
