@@ -65,9 +65,10 @@ def fit(
 
     HMC makes thousands of rounds, and is for silos in this process. Remote silos integrate their
     latents out in the second step (``HMC(model, marginal=True)``). 64 chains then make hundreds of
-    rounds, on some models thousands. Where more than 64 latents of a remote silo depend on each
-    other, :class:`FSGLD` draws, in place of both steps. :class:`MixedSilos` end with the first
-    step.
+    rounds, on some models thousands. Those with nested plates do so in the first step already
+    (:class:`AutoSiloNormal` with ``marginal=True``). Where more than 64 latents of a remote silo
+    depend on each other in another way, :class:`FSGLD` draws, in place of both steps.
+    :class:`MixedSilos` end with the first step.
 
     What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds`, :mod:`numpyro_fed.vi.draws`
     for the last round, :class:`HMC` and :class:`FSGLD`.

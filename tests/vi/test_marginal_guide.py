@@ -8,12 +8,14 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from marks import heavy
+from messages import Fits
 from nested_model import nested, nested_law, nested_silos
 from numpyro.infer import SVI, Trace_ELBO
 from scipy.stats import multivariate_normal
 from vi_models import hierarchy, hierarchy_silos, wheeze, wheeze_silos
 
 import numpyro_fed as fed
+from numpyro_fed.engines.wire import connect
 
 
 def over(silos):
@@ -116,3 +118,16 @@ def test_latents_that_depend_on_each_other_are_refused():
         marginal(series).init(jax.random.key(0), silos)
     with pytest.raises(ValueError, match="expected no amortize="):
         fed.AutoSiloNormal(hierarchy, marginal=True, amortize={"z": lambda y: (y, y)})
+
+
+@pytest.mark.ci
+def test_over_a_wire_as_at_hand(tmp_path):
+    silos, _, _ = nested_silos()
+    remote = connect(
+        Fits(silos, marginal(nested), tmp_path, lambda: marginal(nested)),
+        nested,
+        fit=marginal(nested),
+    )
+    found, here = (run(marginal(nested), where).params for where in (remote, silos))
+    for name, value in here.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5)
