@@ -108,14 +108,17 @@ def elements_are_independent(
 
     These are the elements of a plate, or of two nested plates. In an element's latents, a random
     combination of all terms must have the gradient of that element's term times its weight. For
-    remote silos the check takes made-up rows.
+    remote silos the check takes made-up rows. Silos here are checked as one, whose program is
+    small.
     """
     if isinstance(silos, RemoteSilos):
         found = made_up_silos(factors, silos, seed)
         if found is None:
             return False
-        factors = factors.for_silos(found)
-        silos, units = found, replace(units, factors=factors, pad=largest(found))
+    else:
+        found = silos.as_one()
+    factors = factors.for_silos(found)
+    silos, units = found, replace(units, factors=factors, pad=largest(found))
     for trial in range(2):
         key = random.key(seed + trial)
         leaks = np.asarray(ask_all(LeakageLocal(factors, units), key, None, None, silos, None)[0])

@@ -3,11 +3,13 @@
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
 from jax import Array
+from jax.stages import Lowered
 
 from numpyro_fed.data.checks import check_key
 from numpyro_fed.data.mixed import MixedSilos
@@ -134,15 +136,15 @@ def _by_rounds(
 ) -> "InferenceData":
     """Return draws from the end of conducive rounds: weighed, or of chains."""
     key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
+    rounds, together = svi.together(silos)
     if method != "fsgld" and not isinstance(silos, RemoteSilos):
-        _compile(svi, silos, num_draws, key_rounds)
-    result = svi.run(
-        key_rounds,
-        MOST_ROUNDS,
-        silos,
-        tol=_START_TOL if method == "fsgld" else TOL,
-        progress_bar=progress_bar,
-    )
+        _compile(svi, silos, rounds.lower(key_rounds, together), num_draws, key_rounds)
+    tol = _START_TOL if method == "fsgld" else TOL
+    result = rounds.run(key_rounds, MOST_ROUNDS, together, tol=tol, progress_bar=progress_bar)
+    if together is not silos:
+        ledger = result.ledger.of_each(silos.names)
+        partition = svi.setup(silos).partition()
+        result = replace(result, ledger=ledger, partition=partition)
     words, converged = _of_rounds(result)
     if method == "fsgld":
         found = fsgld(model, result, silos, num_draws, key_chains, progress_bar)
@@ -193,12 +195,17 @@ def _reported(found: Found, way: str, progress_bar: bool) -> "InferenceData":
     return found.idata
 
 
-def _compile(svi: ConduciveSFVI, silos: Silos | MixedSilos, num_draws: int, key: Array) -> None:
+def _compile(
+    svi: ConduciveSFVI,
+    silos: Silos | MixedSilos,
+    rounds: Lowered | None,
+    num_draws: int,
+    key: Array,
+) -> None:
     """Compile the two large programs side by side, before they are called.
 
     XLA compiles a program on one core.
     """
-    rounds = svi.lower(key, silos)
     assert rounds is not None
     with ThreadPoolExecutor(2) as pool:
         pool.submit(rounds.compile)

@@ -26,6 +26,7 @@ from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi._base import FederatedVI
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.draws import Draws, Position, draw, draw_remote, positions
+from numpyro_fed.vi.first_params import params_at
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.importance import (
     POOR,
@@ -164,14 +165,14 @@ def prepare_draws(
 ) -> None:
     """Compile the program of weighted draws for resampling in another thread, and import ArviZ."""
     setup, num = svi.setup(silos).as_one(), _EACH * num_draws
-    state = svi.init(rng_key, silos)
-    params = jax.eval_shape(setup.config.constrain, state.server.params)
+    config = setup.config
+    params = jax.eval_shape(lambda: config.constrain(params_at(config, setup.parts[0])))
     # arguments as in the call: a default that is not given would be another program
-    first = setup.config, params, setup.stacks[0], rng_key, num, True, None
+    first = config, params, setup.stacks[0], rng_key, num, True, None
     told = positions.alone.eval_shape(*first)
     pool.submit(positions.alone.lower(*first).compile)
     each = setup.local, setup.stacks, setup.totals, told
-    pool.submit(draw.alone.lower(setup.config, params, *each, True, False).compile)
+    pool.submit(draw.alone.lower(config, params, *each, True, False).compile)
     import_arviz()
 
 

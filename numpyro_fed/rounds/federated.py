@@ -94,6 +94,11 @@ class Ledger:
         costs = {k: tuple(n + x for n in getattr(self, k)) for k, x in cost._asdict().items()}
         return replace(self, **costs)
 
+    def of_each(self, silos: tuple[str, ...]) -> "Ledger":
+        """Return the ledger of a single silo as that of several, each at its cost."""
+        costs = (getattr(self, name) * len(silos) for name in Cost._fields)
+        return Ledger(silos, *costs)
+
     def __repr__(self) -> str:
         width = max(5, *(len(n) for n in self.silos))
         head = f"{'silo':<{width}} {'rounds':>9} {'gradients':>12} {'MB down':>9} {'MB up':>9}"

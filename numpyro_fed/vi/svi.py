@@ -4,6 +4,7 @@ The algorithms are pure functions: :mod:`numpyro_fed.vi.sfvi`, :mod:`numpyro_fed
 :mod:`numpyro_fed.vi.conducive.rounds`.
 """
 
+import copy
 from collections.abc import Callable
 
 import optax
@@ -12,6 +13,7 @@ from numpyro_fed._typing import PyTree
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.privacy.differential import Privacy
+from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi._base import FederatedVI
 from numpyro_fed.vi.conducive import checks
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
@@ -265,6 +267,23 @@ class ConduciveSFVI(FederatedVI):
         setup = super().setup(silos)
         checks.check(setup.config, self.guide, setup.stacks)
         return setup
+
+    def together(self, silos: Silos | MixedSilos) -> tuple["ConduciveSFVI", Silos | MixedSilos]:
+        """Return this fit with all silos as one, where their sizes would make several programs.
+
+        The factor of all rows is the product of the silos' factors. Silos that are remote, of
+        several structures, or whose latents are one unit stay apart.
+        """
+        setup, apart = self.setup(silos), (self, silos)
+        if isinstance(silos, MixedSilos | RemoteSilos) or len(setup.stacks) == 1:
+            return apart
+        one = setup.as_one()
+        if len(one.stacks) > 1:
+            return apart
+        fit, pooled = copy.copy(self), silos.as_one()
+        parts = tuple(part.as_one() for part in setup.parts)
+        fit._setup = (pooled, one._replace(parts=parts, names=pooled.names))
+        return fit, pooled
 
     def _taken_from(self, result: VIResult, setup: Setup, params: dict) -> tuple[dict, PyTree]:
         """Return a result's parameters as a start.

@@ -24,6 +24,7 @@ from vi_models import (
 )
 
 import numpyro_fed as fed
+from numpyro_fed.data import views as storage
 from numpyro_fed.front import steps
 
 
@@ -306,6 +307,7 @@ def crossed(y, school_of, pupils_of, schools, classes):
 
 
 @pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:.*of a silo are one unit")
 def test_many_dependent_latents_of_remote_silos_are_for_fsgld(monkeypatch):
     """A conducive round takes a minute with 250. FSGLD may widen sds by 7 %."""
     monkeypatch.setattr("numpyro_fed.front.fit._LARGEST_UNIT", 8)  # the silos have 9 and 6
@@ -346,6 +348,29 @@ def test_an_unsound_fit_goes_on_and_says_so(monkeypatch):
     mean, covariance, _ = hierarchy_posterior()
     mu, effective = idata.posterior["mu"], float(az.ess(idata, var_names=["mu"])["mu"])
     assert abs(float(mu.mean()) - mean[0]) < 4 * np.sqrt(covariance[0, 0] / effective)
+
+
+@pytest.mark.ci
+def test_silos_of_many_sizes_are_fitted_as_one(monkeypatch):
+    """The same draws as by silos, which are of one size in the first fit."""
+    silos = wheeze_silos(np.repeat(np.arange(3), [2, 5, 9]))
+
+    def fitted():
+        svi = fed.ConduciveSFVI(wheeze, fed.AutoSiloNormal(wheeze))
+        many, (_, together) = len(svi.setup(silos).stacks), svi.together(silos)
+        idata = fed.fit(wheeze, silos, num_draws=500, progress_bar=False)
+        return many, together.names, idata.posterior
+
+    one, names, by_silo = fitted()
+    monkeypatch.setattr(storage, "SMALL", 0)
+    jax.clear_caches()  # programs for the same silos in one stack
+    many, together, posterior = fitted()
+    jax.clear_caches()
+    assert (one, names, many, together) == (1, silos.names, 2, ("all",))
+    for name, draws in by_silo.items():
+        np.testing.assert_allclose(posterior[name], draws, rtol=1e-3, atol=1e-3)
+    assert posterior.attrs["silos"] == by_silo.attrs["silos"]
+    assert posterior.attrs["bytes_up"] == by_silo.attrs["bytes_up"]
 
 
 @pytest.mark.ci
