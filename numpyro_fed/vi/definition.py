@@ -66,6 +66,10 @@ class FitDefinition:
             self._setup = (silos, make_setup(self.model, self.guide, silos, self._options))
         return self._setup[1]
 
+    def keep(self, silos: Silos | MixedSilos, setup: Setup) -> None:
+        """Take a setup for these silos that is made already."""
+        self._setup = (silos, setup)
+
     def planned(self, known: Silos, independent: bool) -> FitConfig:
         """Return the config of a remote silo's fit, as the silo makes it.
 

@@ -282,7 +282,7 @@ class ConduciveSFVI(FederatedVI):
             return apart
         fit, pooled = copy.copy(self), silos.as_one()
         parts = tuple(part.as_one() for part in setup.parts)
-        fit._setup = (pooled, one._replace(parts=parts, names=pooled.names))
+        fit.keep(pooled, one._replace(parts=parts, names=pooled.names))
         return fit, pooled
 
     def _taken_from(self, result: VIResult, setup: Setup, params: dict) -> tuple[dict, PyTree]:
