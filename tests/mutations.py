@@ -290,6 +290,18 @@ MUTATIONS = [
         "mixture",
     ),
     Mutation(
+        "vi/guides/marginal.py",
+        "plain, rows)(theta)[0]",
+        "plain, rows)(0.9 * theta)[0]",
+        "marginal_guide",
+    ),
+    Mutation(
+        "density/independence.py",
+        "found = units is not None and elements_are_independent(factors, units, silos)",
+        "found = units is not None",
+        "marginal_guide",
+    ),
+    Mutation(
         "vi/proposals.py",
         "b=jnp.array([0.5, 0.25, 0.25])",
         "b=jnp.array([0.5, 0.5, 0.25])",
