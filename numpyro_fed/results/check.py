@@ -124,8 +124,8 @@ def check(
     :param num_draws: most draws that are used.
     :param refit: whether to fit the model without each silo whose k is above .7. Silos in this
         process only.
-    :param rows: whether the silos check their rows. Not for models with nested plates, and those
-        whose latents of a silo, or whose rows, depend on each other.
+    :param rows: whether the silos check their rows. Not for models whose latents of a silo, or
+        whose rows, depend on each other; two nested plates are no such case.
     :raises TypeError: for silos of another type.
     :raises ValueError: for a single silo, for the posterior of another model, and for a model whose
         local latents of a silo depend on each other, where the result does not have the silos' log

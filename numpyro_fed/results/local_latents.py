@@ -53,7 +53,7 @@ def local_latents(
         where ``num_draws`` are fewer than the posterior has.
     :raises TypeError: for silos of another type, or remote ones.
     :raises ValueError: for the posterior of another model, a model without local latents, and one
-        whose local latents depend on each other (nested or crossed plates).
+        whose local latents of a silo depend on each other, but for two nested plates.
 
     Example::
 

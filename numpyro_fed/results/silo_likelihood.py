@@ -75,8 +75,7 @@ class Question(NamedTuple):
     @property
     def draws_latents(self) -> bool:
         """Whether silos can draw their latents at the draws, or only integrate them out."""
-        family, has = self.setup.config.families[0], bool(self.setup.config.factors.local_sites)
-        return family.has_local or not has
+        return self.setup.draws_latents
 
     def at(self, places: np.ndarray) -> "Question":
         """Return the question at some of the draws."""
@@ -95,12 +94,12 @@ class Question(NamedTuple):
         """Draw the latents of silos here, at the draws.
 
         :return: for each structure its local sites, unconstrained, in pooled order, draws first.
-        :raises JointLatentsError: for those of nested plates.
+        :raises JointLatentsError: for nested plates whose elements have more than two.
         """
         if not self.draws_latents:
             raise JointLatentsError(
-                "latents of nested plates are integrated out, and not drawn; expected those of one "
-                "silo plate's elements"
+                "an element of a nested plate has more latents than nodes are known for; expected "
+                "one or two"
             )
         return self._here().latents
 

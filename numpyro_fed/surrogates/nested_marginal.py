@@ -16,6 +16,7 @@ identity, twice.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -42,7 +43,7 @@ from numpyro_fed.surrogates.marginal import (
 
 # from a start on the joint mode's tangent; these steps place nodes, whose weights correct a place
 # that is a part of an sd off
-_INNER_STEPS = 4
+INNER_STEPS = 4
 _OUTER = {"scalar": 11, "sobol": 32}  # few: outer elements with many rows are nearly normal
 # the worst error of a score in a log scale is .010 for 21 nodes (marginal.py), and values cost
 # 11 x 21 evaluations
@@ -93,26 +94,14 @@ def nested_marginal(
     :param e: standard normal position ``(k0,)`` of the inner moments, the same for all outer
         elements.
     """
-    count = len(starts[0])
-
-    def up(x: Array) -> Array:
-        return jax.ops.segment_sum(x, parent, num_segments=count)
+    up = summed(parent, len(starts[0]))
 
     def here(a: Array, b: Array) -> tuple[Array, Array]:
         return log_terms(u, a, b)[:2]
 
-    at_a, at_b = _mode(here, starts, parent, up)
-    a, b = at_a.at, at_b.at
-    tangent = -_solve(cholesky(at_b.curvature), at_b.cross)  # db / da along the ridge
-    chol = inverse_factor(at_a.curvature + up(jnp.swapaxes(at_b.cross, -1, -2) @ tangent))
-    outer = place(a, chol, nodes(a.shape[1], **_OUTER))
-
-    def inner_nodes(at: Array) -> Quadrature:
-        start = b + jnp.einsum("eij,ej->ei", tangent, (at - a)[parent])
-        return place_at_mode(
-            lambda x: here(at, x)[1], start, nodes(b.shape[1], **_INNER), _INNER_STEPS
-        )
-
+    ridge = find_ridge(here, starts, parent)
+    outer = place(ridge.outer, ridge.chol, nodes(ridge.outer.shape[1], **_OUTER))
+    inner_nodes = partial(inner_quadrature, here, ridge, parent)
     inner = jax.vmap(inner_nodes)(outer.points)
 
     def marginal(u: Array) -> tuple[Array, Array]:
@@ -132,6 +121,44 @@ def nested_marginal(
     return NestedMarginal(
         value, score, found, there.moments(jax.vmap(lambda x: here(at, x)[1])(there.points))
     )
+
+
+class Ridge(NamedTuple):
+    """Joint mode ``(n0, k0)`` and ``(n1, k1)``, and how the latents spread around it.
+
+    :param tangent: how inner modes move with their outer element, ``(n1, k1, k0)``.
+    :param chol: factors of the outer latents' covariances, inner ones maximized out.
+    """
+
+    outer: Array
+    inner: Array
+    tangent: Array
+    chol: Array
+
+    def along(self, at: Array, parent: Array) -> Array:
+        """Return where inner modes are about, for outer latents ``at`` ``(n0, k0)``."""
+        return self.inner + jnp.einsum("eij,ej->ei", self.tangent, (at - self.outer)[parent])
+
+
+def summed(parent: Array, count: int) -> Callable[[Array], Array]:
+    """Return the sum over each outer element's inner ones, as a function."""
+    return lambda x: jax.ops.segment_sum(x, parent, num_segments=count)
+
+
+def find_ridge(log_terms: Terms, starts: tuple[Array, Array], parent: Array) -> Ridge:
+    """Find the joint mode and the curvature there."""
+    up = summed(parent, len(starts[0]))
+    at_a, at_b = _mode(log_terms, starts, parent, up)
+    tangent = -_solve(cholesky(at_b.curvature), at_b.cross)  # db / da along the ridge
+    chol = inverse_factor(at_a.curvature + up(jnp.swapaxes(at_b.cross, -1, -2) @ tangent))
+    return Ridge(at_a.at, at_b.at, tangent, chol)
+
+
+def inner_quadrature(log_terms: Terms, ridge: Ridge, parent: Array, at: Array) -> Quadrature:
+    """Return nodes of the inner latents, for outer latents ``at`` ``(n0, k0)``."""
+    start = ridge.along(at, parent)
+    table = nodes(start.shape[1], **_INNER)
+    return place_at_mode(lambda x: log_terms(at, x)[1], start, table, INNER_STEPS)
 
 
 class _Inner(NamedTuple):

@@ -40,6 +40,7 @@ from numpyro_fed.vi.bound import candidate_weights, unit_bounds, unit_terms
 from numpyro_fed.vi.config import FIT_CLASSES, FitConfig, FitTask
 from numpyro_fed.vi.guides.marginal import MarginalNormal
 from numpyro_fed.vi.minibatch import pick
+from numpyro_fed.vi.nested_draw import draw_nested
 from numpyro_fed.vi.placed import at_modes, can_place
 from numpyro_fed.vi.proposals import (
     halves,
@@ -371,7 +372,11 @@ def candidate(
     key_choice = random.fold_in(key_choice, rows.part)
     batch = pick(family, None, key, rows)
     if isinstance(family, MarginalNormal):
-        return family.log_likelihood(context.theta, rows), {}, jnp.zeros(0)
+        value = family.log_likelihood(context.theta, rows)
+        sites = (
+            draw_nested(family, context.theta, key_choice, rows) if family.can_draw(rows) else {}
+        )
+        return value, sites, jnp.zeros(0)
     if not family.has_local:
         return (
             unit_terms(family, context.theta, jnp.zeros((0, 0)), learned, batch)[1],

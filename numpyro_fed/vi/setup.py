@@ -63,9 +63,14 @@ class Setup(NamedTuple):
         return isinstance(self.parts[0], RemoteSilos)
 
     @property
+    def draws_latents(self) -> bool:
+        """Whether silos can draw their latents, and not only integrate them out."""
+        return all(self.config.families[rows.part].can_draw(rows) for rows in self.stacks)
+
+    @property
     def globals_alone(self) -> bool:
-        """Flag of draws of theta alone: latents are in remote silos, or integrated out."""
-        return self.remote or isinstance(self.config.families[0], MarginalNormal)
+        """Flag of draws of theta alone: latents are in remote silos, or not drawn by any nodes."""
+        return self.remote or not self.draws_latents
 
     @property
     def totals(self) -> Totals:

@@ -54,9 +54,8 @@ class AutoSiloNormal(AutoGuide):
     :param coupling: whether the guide has C. Without it (mean field between theta and z) sds come
         out up to two times too small.
     :param scale_coupling: whether the guide has b, which costs ``d`` numbers for each latent.
-    :param marginal: whether the guide leaves local latents out: silos integrate them out, by
-        quadrature, in :class:`~numpyro_fed.ConduciveSFVI` without ``optim``. Its draws are of the
-        global sites alone. The latents are those of one plate's elements or of two nested plates.
+    :param marginal: whether the guide leaves local latents out, those of two nested plates: silos
+        integrate them out, by quadrature, in :class:`~numpyro_fed.ConduciveSFVI` without ``optim``.
     :param amortize: an encoder for each amortized local site, by the site's name: an equinox or
         flax.nnx module, or a function that declares its weights inside with
         ``numpyro.contrib.module`` or ``numpyro.param``. It is called for one element, with the
@@ -181,17 +180,16 @@ class AutoSiloNormal(AutoGuide):
         )
 
     def _marginal_family(self, factors: Factors, independent: bool) -> SiloNormal:
-        groups, nested = factors.latent_groups, nesting(factors)
-        plates = groups if len(groups) == 1 else nested
-        if not groups or plates is None or not independent:
+        plates = nesting(factors)
+        if plates is None or not independent:
             raise ValueError(
-                "marginal=True: expected latents of one silo plate's elements, or of two plates "
-                f"nested by index=, independent of each other given the global sites; got {groups}"
-                if groups
-                else "marginal=True: expected latents in a silo plate, got none"
+                "marginal=True: expected latents of two silo plates nested by index=, the inner "
+                "ones independent of each other given the outer ones; got latents of "
+                f"{list(factors.latent_groups)}"
             )
         settings = self.local_cov, self.coupling, self.scale_coupling, self.prefix, self.init_scale
-        return MarginalNormal(factors, None, self.global_cov, *settings, plates=plates)
+        outer, inner = plates
+        return MarginalNormal(factors, None, self.global_cov, *settings, outer=outer, inner=inner)
 
     def encode(
         self, params: Mapping[str, PyTree], **rows: AnyArray

@@ -41,6 +41,10 @@ class Family(abc.ABC):
         """Return the units that a silo integrates out in conducive rounds; ``None`` without any."""
         return self.units(rows) if self.has_local else None
 
+    def can_draw(self, rows: SiloRows) -> bool:
+        """Return whether a silo can draw its latents."""
+        return True
+
     @property
     @abc.abstractmethod
     def shared_params(self) -> tuple[str, ...]:

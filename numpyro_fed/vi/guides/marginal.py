@@ -1,7 +1,7 @@
-"""q(theta) alone: the silos integrate their latents out, and have no parameters of their own.
+"""q(theta) alone: the silos integrate the latents of two nested plates out.
 
-The latents are those of one plate's elements, or of two nested plates. The integral is the
-quadrature of :mod:`numpyro_fed.surrogates.marginal`, in quadrature where plates are nested.
+They have no parameters of their own. The integral is the quadrature in quadrature of
+:mod:`numpyro_fed.surrogates.nested_marginal`.
 """
 
 from collections.abc import Mapping
@@ -11,30 +11,34 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.data.views import SiloRows
-from numpyro_fed.density.local_map import LocalMap, Units
+from numpyro_fed.density.local_map import LocalMap
 from numpyro_fed.density.nested import NestedUnits
 from numpyro_fed.surrogates.local_score import Message, marginal_score
 from numpyro_fed.vi.guides.normal import SiloNormal
+from numpyro_fed.vi.proposals import num_nodes
 
 
 @dataclass(frozen=True)
 class MarginalNormal(SiloNormal):
     """Gaussian q(theta) of a model whose latents silos integrate out.
 
-    :param plates: row group of the elements, or outer and inner row groups of nested plates.
+    :param outer: row group of the outer plate.
+    :param inner: row group of the inner plate.
     """
 
-    plates: tuple[str, ...] = ()
+    outer: str = ""
+    inner: str = ""
 
     @property
     def has_local(self) -> bool:
         """Presence of latents in q: none."""
         return False
 
-    def integrated(self, rows: SiloRows) -> Units:
-        if len(self.plates) == 2:
-            return NestedUnits(self.factors, None, rows.pad, *self.plates)
-        return Units(self.factors, self.plates[0], rows.pad)
+    def integrated(self, rows: SiloRows) -> NestedUnits:
+        return NestedUnits(self.factors, None, rows.pad, self.outer, self.inner)
+
+    def can_draw(self, rows: SiloRows) -> bool:
+        return all(num_nodes(width) > 0 for *_, width in self.integrated(rows).blocks())
 
     def log_likelihood(self, theta: Array, rows: SiloRows) -> Array:
         """Return a silo's ``log p(y_s | theta)`` at an unconstrained position ``(d,)``."""
