@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.views import SiloView, largest
+from numpyro_fed.data.views import SiloView, buckets, largest
 from numpyro_fed.density.check import made_up_silos
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.density.local_map import Units
@@ -108,15 +108,15 @@ def elements_are_independent(
 
     These are the elements of a plate, or of two nested plates. In an element's latents, a random
     combination of all terms must have the gradient of that element's term times its weight. For
-    remote silos the check takes made-up rows. Silos here are checked as one, whose program is
-    small.
+    remote silos the check takes made-up rows. Silos here of many sizes are checked as one, whose
+    program is small.
     """
     if isinstance(silos, RemoteSilos):
         found = made_up_silos(factors, silos, seed)
         if found is None:
             return False
     else:
-        found = silos.as_one()
+        found = silos if len(buckets(silos)) == 1 else silos.as_one()
     factors = factors.for_silos(found)
     silos, units = found, replace(units, factors=factors, pad=largest(found))
     for trial in range(2):

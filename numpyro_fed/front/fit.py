@@ -67,10 +67,10 @@ def fit(
 
     HMC makes thousands of rounds, and is for silos in this process. Remote silos integrate their
     latents out in the second step (``HMC(model, marginal=True)``). 64 chains then make hundreds of
-    rounds, on some models thousands. Those with nested plates do so in the first step already
-    (:class:`AutoSiloNormal` with ``marginal=True``). Where more than 64 latents of a remote silo
-    depend on each other in another way, :class:`FSGLD` draws, in place of both steps.
-    :class:`MixedSilos` end with the first step.
+    rounds, on some models thousands. Where two plates are nested, remote silos integrate latents
+    out in the first step already (:class:`AutoSiloNormal` with ``marginal=True``). Where more than
+    64 latents of a remote silo depend on each other in another way, :class:`FSGLD` draws, in place
+    of both steps. :class:`MixedSilos` end with the first step.
 
     What leaves the silos: see :mod:`numpyro_fed.vi.conducive.rounds`, :mod:`numpyro_fed.vi.draws`
     for the last round, :class:`HMC` and :class:`FSGLD`.
@@ -198,17 +198,19 @@ def _reported(found: Found, way: str, progress_bar: bool) -> "InferenceData":
 def _compile(
     svi: ConduciveSFVI,
     silos: Silos | MixedSilos,
-    rounds: Lowered | None,
+    lowered: Lowered | None,
     num_draws: int,
     key: Array,
 ) -> None:
     """Compile the two large programs side by side, before they are called.
 
     XLA compiles a program on one core.
+
+    :param lowered: the program of the rounds.
     """
-    assert rounds is not None
+    assert lowered is not None
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(rounds.compile)
+        pool.submit(lowered.compile)
         prepare_draws(pool, svi, silos, num_draws, key)
 
 

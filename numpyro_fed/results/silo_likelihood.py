@@ -74,7 +74,7 @@ class Question(NamedTuple):
 
     @property
     def draws_latents(self) -> bool:
-        """Whether silos can draw their latents at the draws, or only integrate them out."""
+        """Flag of silos that can draw their latents, and not only integrate them out."""
         return self.setup.draws_latents
 
     def at(self, places: np.ndarray) -> "Question":

@@ -43,10 +43,12 @@ from numpyro_fed.vi.minibatch import pick
 from numpyro_fed.vi.nested_draw import draw_nested
 from numpyro_fed.vi.placed import at_modes, can_place
 from numpyro_fed.vi.proposals import (
+    choose,
     halves,
     nodes_at,
     num_nodes,
     stretched_normal,
+    uniform_at,
     wider_candidates,
 )
 
@@ -389,8 +391,8 @@ def candidate(
     units = family.units(rows)
     place = rows.order[family.group] if family.group is not None else rows.number[None]
     owned, by_nodes = units.owned(rows), _num_nodes(config, widened, rows) > 0
-    shape = (1 + units.dim if by_nodes else 1,)  # the choice of a candidate, and the nodes' shift
-    uniform = jax.vmap(lambda i: random.uniform(random.fold_in(key_choice, i), shape))(place)
+    # for the choice of a candidate, and the nodes' shift
+    uniform = uniform_at(key_choice, place, 1 + units.dim if by_nodes else 1)
     log_ratio: Array | float = 0.0
     if by_nodes:
         eps, log_ratio = nodes_at(uniform[:, 1:], owned)
@@ -405,8 +407,7 @@ def candidate(
         log_weight = jnp.where(jnp.isfinite(log_weight), log_weight, -jnp.inf)
     value = jnp.sum(unit_bounds(family, log_weight, batch))
     weight = jax.nn.softmax(log_weight, axis=0)
-    share = jnp.cumsum(weight, axis=0)
-    chosen = jnp.minimum(jnp.sum(share < uniform[:, 0] * share[-1], axis=0), len(z) - 1)
+    chosen = choose(weight, uniform[:, 0])
     which, axis = random.uniform(random.fold_in(key, 2), (2,))
     judged = log_weight
     if by_nodes:  # a single node's weight is not meant to be even

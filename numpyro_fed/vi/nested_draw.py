@@ -22,7 +22,7 @@ from numpyro_fed.surrogates.nested_marginal import (
     summed,
 )
 from numpyro_fed.vi.guides.marginal import MarginalNormal
-from numpyro_fed.vi.proposals import nodes_at
+from numpyro_fed.vi.proposals import choose, nodes_at, uniform_at
 
 
 def draw_nested(
@@ -42,29 +42,28 @@ def draw_nested(
         return units.level_terms(sites, row, kwargs, weights, rows)[:2]
 
     starts = units.levels(jnp.zeros(units.owned(rows).shape, theta.dtype))
-    ridge = find_ridge(terms, (starts[0], starts[1]), parent)
-    up, inner_nodes = (
-        summed(parent, len(starts[0])),
-        partial(inner_quadrature, terms, ridge, parent),
-    )
+    ridge = find_ridge(terms, starts, parent)
+    up = summed(parent, len(starts[0]))
 
     def outer_terms(a: Array) -> Array:
-        inner = inner_nodes(a)
+        inner = inner_quadrature(terms, ridge, parent, a)
         own, below = jax.vmap(partial(terms, a))(inner.points)
         return own[0] + up(jax.nn.logsumexp(below + inner.log_weight, axis=0))
 
     keys, owned = random.split(key), units.masks(rows)
     uniform = [
-        jax.vmap(lambda i, k=k, n=1 + x.shape[1]: random.uniform(random.fold_in(k, i), (n,)))(
-            rows.order[group]
-        )
-        for k, x, (group, *_) in zip(keys, starts, units.blocks(), strict=True)
+        uniform_at(k, rows.order[group], 1 + width)
+        for k, (group, _, width) in zip(keys, units.blocks(), strict=True)
     ]
     a = _chosen(outer_terms, ridge.outer, ridge.chol, uniform[0], owned[0])
-    start, near = ridge.along(a, parent), near_enough(theta.dtype)
-    mode = newton(lambda b: terms(a, b)[1], start, INNER_STEPS, near)
+
+    def inner_terms(b: Array) -> Array:
+        return terms(a, b)[1]
+
+    near = near_enough(theta.dtype)
+    mode = newton(inner_terms, ridge.along(a, parent), INNER_STEPS, near)
     root = inverse_factor(mode.curvature)
-    b = _chosen(lambda b: terms(a, b)[1], mode.at, root, uniform[1], owned[1])
+    b = _chosen(inner_terms, mode.at, root, uniform[1], owned[1])
     return units.to_sites(join_levels(a, b)[None])
 
 
@@ -80,6 +79,5 @@ def _chosen(
     values = jax.lax.map(log_terms, points)
     log_weight = values + 0.5 * jnp.sum(eps**2, -1) - log_ratio
     log_weight = jnp.where(jnp.isfinite(log_weight), log_weight, -jnp.inf)
-    share = jnp.cumsum(jax.nn.softmax(log_weight, axis=0), axis=0)
-    which = jnp.minimum(jnp.sum(share < uniform[:, 0] * share[-1], axis=0), len(points) - 1)
+    which = choose(jax.nn.softmax(log_weight, axis=0), uniform[:, 0])
     return points[which, jnp.arange(points.shape[1])]

@@ -115,6 +115,17 @@ def nodes_at(shift: Array, owned: Array) -> tuple[Array, Array]:
     return jnp.where(owned, eps, 0.0), jnp.where(owned, log_ratio, 0.0).sum(-1)
 
 
+def uniform_at(key: Array, place: Array, count: int) -> Array:
+    """Return uniform numbers ``(E, count)`` of elements, by their places in the pooled data."""
+    return jax.vmap(lambda i: random.uniform(random.fold_in(key, i), (count,)))(place)
+
+
+def choose(weight: Array, uniform: Array) -> Array:
+    """Return the candidate ``(E,)`` that each element takes, by normalized weights ``(K, E)``."""
+    share = jnp.cumsum(weight, axis=0)
+    return jnp.minimum(jnp.sum(share < uniform * share[-1], axis=0), len(weight) - 1)
+
+
 def halves(weight: Array, axis: Array, dim: int) -> Array:
     """Return the shares of every other node along one axis, and of the others, ``(2, E)``.
 

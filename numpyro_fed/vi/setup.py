@@ -12,12 +12,11 @@ import numpy as np
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.data.views import SiloRows, largest, outlines, stack, thin
+from numpyro_fed.data.views import SiloRows, outlines, stack, thin
 from numpyro_fed.density.check import check_batch, check_factorization
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.density.factors import PARAMS, Factors, LearnedModel, made_up_rows
-from numpyro_fed.density.independence import elements_are_independent, independent_units
-from numpyro_fed.density.local_map import Units
+from numpyro_fed.density.independence import independent_units
 from numpyro_fed.privacy.differential import Noise
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.conducive.silo_factor import number_of_points
@@ -64,12 +63,12 @@ class Setup(NamedTuple):
 
     @property
     def draws_latents(self) -> bool:
-        """Whether silos can draw their latents, and not only integrate them out."""
+        """Flag of silos that can draw their latents, and not only integrate them out."""
         return all(self.config.families[rows.part].can_draw(rows) for rows in self.stacks)
 
     @property
     def globals_alone(self) -> bool:
-        """Flag of draws of theta alone: latents are in remote silos, or not drawn by any nodes."""
+        """Flag of draws of theta alone: latents stay in remote silos, or cannot be drawn."""
         return self.remote or not self.draws_latents
 
     @property
@@ -82,20 +81,22 @@ class Setup(NamedTuple):
 
         The factors sum to the same. Silos whose latents are one unit stay apart.
         """
-        stacks, local, families = [], [], []
+        stacks, local, families, parts, names = [], [], [], [], []
         for i, (family, part) in enumerate(zip(self.config.families, self.parts, strict=True)):
             if family.has_local and family.group is None:
                 mine = [(r, p) for r, p in zip(self.stacks, self.local, strict=True) if r.part == i]
             else:
-                one = part.as_one()
-                family = replace(family, factors=family.factors.for_silos(one))
-                rows = [without_params(r) for r in stack(one, i)]
+                part = part.as_one()
+                family = replace(family, factors=family.factors.for_silos(part))
+                rows = [without_params(r) for r in stack(part, i)]
                 mine = [(r, _first_local(family, r)) for r in rows]
             stacks += [r for r, _ in mine]
             local += [p for _, p in mine]
             families.append(family)
+            parts.append(part)
+            names += [part.names[n] for r, _ in mine for n in np.asarray(r.number)]
         config = replace(self.config, families=tuple(families))
-        return self._replace(config=config, stacks=stacks, local=local)
+        return Setup(config, tuple(parts), stacks, tuple(names), local)
 
     def partition(self) -> str:
         """Return a fingerprint of the assignment of pooled rows to silos.
@@ -321,12 +322,10 @@ def _family(
         and (options.num_local_particles > 1 or batch is not None)
         and len(factors.latent_groups) == 1
     ):
-        some = _some(silos, batch)
-        units = Units(factors, factors.latent_groups[0], largest(some))
-        independent = elements_are_independent(factors, units, some)
-    if isinstance(guide, AutoSiloNormal) and guide.marginal:
-        independent = known is not None or independent_units(factors, silos) is not None
+        independent = independent_units(factors, _some(silos, batch)) is not None
     if isinstance(guide, AutoSiloNormal):
+        if guide.marginal:
+            independent = known is not None or independent_units(factors, silos) is not None
         _check_guides_model(guide, factors, plain)
         one = made_up_rows(factors.rows, silos.index)
         own = {

@@ -280,9 +280,8 @@ class ConduciveSFVI(FederatedVI):
         one = setup.as_one()
         if len(one.stacks) > 1:
             return apart
-        fit, pooled = copy.copy(self), silos.as_one()
-        parts = tuple(part.as_one() for part in setup.parts)
-        fit.keep(pooled, one._replace(parts=parts, names=pooled.names))
+        fit, (pooled,) = copy.copy(self), one.parts
+        fit.keep(pooled, one)
         return fit, pooled
 
     def _taken_from(self, result: VIResult, setup: Setup, params: dict) -> tuple[dict, PyTree]:
@@ -313,8 +312,9 @@ def conducive_for(
     try:
         svi.setup(silos)
         return svi
-    except checks.JointUnits as error:
-        svi = ConduciveSFVI(model, AutoSiloNormal(model, marginal=True), validate=validate)
+    except checks.JointUnits as error:  # after the check of the factorization
+        guide = AutoSiloNormal(model, marginal=True)
+        svi = ConduciveSFVI(model, guide, validate=False)
         try:
             svi.setup(silos)
         except ValueError:

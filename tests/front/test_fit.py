@@ -10,8 +10,8 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
-from nested_model import nested, nested_silos
 from numpyro.infer import MCMC, NUTS
+from two_plates import crossed, crossed_silos, nested, nested_silos
 from vi_models import (
     PRIOR_SD,
     hierarchy,
@@ -295,35 +295,12 @@ def test_latents_that_depend_on_each_other_are_drawn_by_hmc(method):
     assert list(idata.posterior["schools_silo"].values) == ["north"] * 3 + ["south"] * 2
 
 
-def crossed(y, school_of, pupils_of, schools, classes):
-    """Pupils as in :func:`nested`, where nothing says that a class lies in one school."""
-    mu = numpyro.sample("mu", dist.Normal(0, 2))
-    with fed.silo_plate("schools", schools.shape[0]):
-        a = numpyro.sample("a", dist.Normal(0, 1))
-    with fed.silo_plate("classes", classes.shape[0]):
-        b = numpyro.sample("b", dist.Normal(0, 0.5))
-    with fed.silo_plate("pupils", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu + a[school_of] + b[pupils_of], 0.7), obs=y)
-
-
 @pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:.*of a silo are one unit")
 def test_many_dependent_latents_of_remote_silos_are_for_fsgld(monkeypatch):
     """A conducive round takes a minute with 250. FSGLD may widen sds by 7 %."""
     monkeypatch.setattr("numpyro_fed.front.fit._LARGEST_UNIT", 8)  # the silos have 9 and 6
-    silos, mean, sd = nested_silos()
-    rows = {"y": "pupils", "school_of": "pupils", "pupils_of": "pupils"}
-    rows |= {"schools": "schools", "classes": "classes"}
-    data = {
-        name: {k: silos[name][k] for k in ("y", "pupils_of", "schools")}
-        | {
-            "school_of": silos[name]["klass"][silos[name]["pupils_of"]],
-            "classes": silos[name]["klass"],
-        }
-        for name in silos.names
-    }
-    index = {"school_of": "schools", "pupils_of": "classes"}
-    silos = fed.Silos(data, rows=rows, index=index)
+    silos, (mean, *_), (sd, *_) = crossed_silos()
     remote = fed.RemoteSilos(silos, fed.Loopback(silos))
     posterior = fed.fit(crossed, remote, num_draws=2000, progress_bar=False).posterior
     assert posterior.attrs["report"].startswith("9 latents of a silo are one unit: FSGLD, 4 chains")

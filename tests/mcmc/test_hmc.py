@@ -8,7 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from jax import Array, random
+from jax import random
 from messages import Messages, in_order
 from numpyro.infer import MCMC
 from numpyro.infer.hmc_util import euclidean_kinetic_energy, velocity_verlet
@@ -23,6 +23,7 @@ from small_models import (
     scale_model,
     scale_silos,
 )
+from two_plates import crossed, crossed_silos
 
 import numpyro_fed as fed
 from numpyro_fed.data.views import stack
@@ -100,46 +101,6 @@ def test_twenty_steps_are_those_of_pooled_hmc():
             own = 0.5 * (walk.momentum[c] ** 2 - momenta["mu"][c] ** 2).sum() + walk.gained[c]
             own = own - walk.there.value[c] + state.here.value[c]
             assert float(own) == pytest.approx(float(end - energy), abs=1e-9)
-
-
-def crossed(y: Array, case: Array, rater: Array, cases: Array, raters: Array) -> None:
-    """Raters and cases crossed within a silo, with known variances."""
-    mu = numpyro.sample("mu", dist.Normal(0, 2))
-    with fed.silo_plate("cases", cases.shape[0]):
-        a = numpyro.sample("a", dist.Normal(0, 1))
-    with fed.silo_plate("raters", raters.shape[0]):
-        b = numpyro.sample("b", dist.Normal(0, 0.5))
-    with fed.silo_plate("ratings", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu + a[case] + b[rater], 0.7), obs=y)
-
-
-def crossed_silos() -> tuple[fed.Silos, np.ndarray, np.ndarray]:
-    """Two silos of unequal size, and the exact mean and sd of (mu, a, b)."""
-    rng, data = np.random.default_rng(3), {}
-    for name, (n, m) in {"oslo": (6, 3), "rome": (4, 2)}.items():
-        case, rater = (x.ravel() for x in np.indices((n, m)))
-        y = 1 + rng.normal(size=n)[case] + 0.5 * rng.normal(size=m)[rater]
-        data[name] = {
-            "y": (y + 0.7 * rng.normal(size=n * m)).astype(np.float32),
-            "case": case,
-            "rater": rater,
-            "cases": np.arange(n),
-            "raters": np.arange(m),
-        }
-    rows = {"y": "ratings", "case": "ratings", "rater": "ratings"}
-    silos = fed.Silos(
-        data,
-        rows={**rows, "cases": "cases", "raters": "raters"},
-        index={"case": "cases", "rater": "raters"},
-    )
-    pooled = {k: np.asarray(v) for k, v in silos.pooled.items()}
-    design = np.zeros((len(pooled["y"]), 16))
-    design[:, 0] = 1
-    design[np.arange(len(design)), 1 + pooled["case"]] = 1
-    design[np.arange(len(design)), 11 + pooled["rater"]] = 1
-    prior = np.concatenate([[1 / 4], np.ones(10), np.full(5, 4.0)])
-    cov = np.linalg.inv(np.diag(prior) + design.T @ design / 0.49)
-    return silos, cov @ design.T @ pooled["y"] / 0.49, np.sqrt(np.diag(cov))
 
 
 def errors(mcmc: MCMC, names: tuple[str, ...], mean: np.ndarray, sd: np.ndarray) -> np.ndarray:

@@ -10,9 +10,9 @@ import optax
 import pytest
 from marks import heavy
 from messages import Fits
-from nested_model import nested, nested_law, nested_silos
 from numpyro.infer import SVI, Trace_ELBO
 from scipy.stats import multivariate_normal
+from two_plates import exact_moments, nested, nested_law, nested_silos
 from vi_models import hierarchy, hierarchy_silos
 
 import numpyro_fed as fed
@@ -79,19 +79,6 @@ def test_silos_and_rows_are_left_out_exactly():
         assert abs(row["elpd"] - each[own].sum()) < 4 * np.sqrt(row["p_loo"] * 2 / 4000)
 
 
-def exact_moments(silos):
-    """Mean and covariance of (mu, a, b) in pooled order."""
-    pooled = {k: np.asarray(x) for k, x in silos.pooled.items()}
-    y, of = pooled["y"].astype(float), pooled["pupils_of"]
-    design = np.zeros((len(y), 16))
-    design[:, 0] = 1
-    design[np.arange(len(y)), 1 + pooled["klass"][of]] = 1
-    design[np.arange(len(y)), 6 + of] = 1
-    prior = np.r_[1 / 4, np.ones(5), np.full(10, 4.0)]
-    covariance = np.linalg.inv(design.T @ design / 0.49 + np.diag(prior))
-    return covariance @ design.T @ y / 0.49, covariance
-
-
 @pytest.mark.ci
 def test_a_silo_draws_its_latents_of_both_plates():
     """Means, sds, and the negative correlation of a school with its classes."""
@@ -100,7 +87,9 @@ def test_a_silo_draws_its_latents_of_both_plates():
     idata = az.from_dict({"mu": draws[None]})
     here = fed.local_latents(idata, nested, silos, num_draws=20_000).posterior
     found = np.concatenate([here[k].values.reshape(20_000, -1) for k in ("mu", "a", "b")], 1)
-    mean, covariance = exact_moments(silos)
+    pooled = silos.pooled
+    of = pooled["pupils_of"]
+    mean, covariance = exact_moments(pooled["y"], pooled["klass"][of], of)
     sds = np.sqrt(np.diag(covariance))
     assert (np.abs(found.mean(0) - mean) < 4 * sds / 20_000**0.5).all()
     correlations = covariance / np.outer(sds, sds)

@@ -4,7 +4,6 @@ They have no parameters of their own. The integral is the quadrature in quadratu
 :mod:`numpyro_fed.surrogates.nested_marginal`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -47,10 +46,4 @@ class MarginalNormal(SiloNormal):
 
     def init_local(self, rows: SiloRows) -> LocalMap:
         """Return a map of no latents."""
-        return LocalMap(jnp.zeros((1, 0)), jnp.zeros((1, 0)))
-
-    def named(self, local: LocalMap) -> dict[str, tuple[Array, str | None]]:
-        return {}
-
-    def from_named(self, params: Mapping[str, Array]) -> LocalMap:
         return LocalMap(jnp.zeros((1, 0)), jnp.zeros((1, 0)))
