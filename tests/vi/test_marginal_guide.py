@@ -105,6 +105,18 @@ def series(y):
         numpyro.sample("y", dist.Normal(mu + jnp.cumsum(z), 1), obs=y)
 
 
+def chained(y, klass, pupils_of, schools):
+    """Nested plates whose inner elements depend on each other."""
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with fed.silo_plate("schools", schools.shape[0]):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+    with fed.silo_plate("classes", klass.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 0.5))
+    with fed.silo_plate("pupils", y.shape[0]):
+        mean = mu + a[klass[pupils_of]] + jnp.cumsum(b)[pupils_of]
+        numpyro.sample("y", dist.Normal(mean, 0.7), obs=y)
+
+
 @pytest.mark.parametrize(
     ("fit", "message"),
     [
@@ -130,6 +142,8 @@ def test_latents_of_other_plates_are_refused():
         marginal(series).init(jax.random.key(0), silos)
     with pytest.raises(ValueError, match="two silo plates nested by index="):
         marginal(hierarchy).init(jax.random.key(0), hierarchy_silos(np.arange(9)))
+    with pytest.raises(ValueError, match="the inner ones independent of each other"):
+        marginal(chained).init(jax.random.key(0), nested_silos()[0])
     with pytest.raises(ValueError, match="expected no amortize="):
         fed.AutoSiloNormal(hierarchy, marginal=True, amortize={"z": lambda y: (y, y)})
 
