@@ -10,8 +10,8 @@ References: Scott et al. (2016), Bayes and big data, Int. J. Management Sci. Eng
 78-88; Neiswanger, Wang & Xing (2014), Asymptotically exact, embarrassingly parallel MCMC, UAI.
 """
 
-import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -71,44 +71,30 @@ def as_chains(kernel: Any, silos: fed.Silos, flat: jnp.ndarray) -> Draws:
     return {k: np.asarray(v).reshape(_CHAINS, -1, *v.shape[1:]) for k, v in values.items()}
 
 
-def combined(
-    kernel: Any, silos: fed.Silos, num_samples: int
-) -> dict[str, Callable[[], tuple[Draws, float]]]:
-    """Each method by its name: a function that gives draws and the seconds they took.
+def combined(kernel: Any, silos: fed.Silos, num_samples: int) -> dict[str, Callable[[], Draws]]:
+    """Each method by its name: a function that gives draws.
 
     :param kernel: an :class:`numpyro_fed.FSGLD` that has run on the silos.
     """
-    made: list[tuple[list[jnp.ndarray], float]] = []
+    own_posteriors = cache(lambda: silo_draws(kernel.factors, silos, num_samples))
 
-    def own_posteriors() -> tuple[list[jnp.ndarray], float]:
-        if not made:
-            start = time.perf_counter()
-            draws = silo_draws(kernel.factors, silos, num_samples)
-            made.append((draws, time.perf_counter() - start))
-        return made[0]
-
-    def one_shot() -> tuple[Draws, float]:
+    def one_shot() -> Draws:
         law = kernel.surrogates.posterior()
         covariance = jnp.diag(law.covariance) if law.is_diagonal else law.covariance
-        return as_chains(
-            kernel,
-            silos,
-            random.multivariate_normal(random.key(2), law.mean, covariance, (_TOTAL,)),
-        ), 0.0
+        draws = random.multivariate_normal(random.key(2), law.mean, covariance, (_TOTAL,))
+        return as_chains(kernel, silos, draws)
 
-    def consensus_monte_carlo() -> tuple[Draws, float]:
-        draws, seconds = own_posteriors()
-        return as_chains(kernel, silos, consensus(draws, rng_key=random.key(3))), seconds
+    def consensus_monte_carlo() -> Draws:
+        return as_chains(kernel, silos, consensus(own_posteriors(), rng_key=random.key(3)))
 
-    def parametric_product() -> tuple[Draws, float]:
+    def parametric_product() -> Draws:
         # parametric_draws refuses a covariance that rounding made asymmetric; its moments are what
         # we want
-        draws, seconds = own_posteriors()
-        mean, covariance = parametric(draws)
+        mean, covariance = parametric(own_posteriors())
         product = random.multivariate_normal(
             random.key(4), mean, 0.5 * (covariance + covariance.T), (_TOTAL,)
         )
-        return as_chains(kernel, silos, product), seconds
+        return as_chains(kernel, silos, product)
 
     return {
         "one-shot product": one_shot,

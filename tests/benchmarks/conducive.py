@@ -67,7 +67,7 @@ def run(name: str, args: argparse.Namespace) -> None:
     problem, notes = PROBLEMS[name], []
     print(f"\n=== {name}", flush=True)
     silos = problem.silos()
-    wanted = reference(problem, name, args.references)[0]
+    wanted = reference(problem, name, args.references)
     fit = fed.ConduciveSFVI(problem.model, fed.AutoSiloNormal(problem.model))
     start = time.perf_counter()
     result, means, sds, losses = trace(fit, silos)

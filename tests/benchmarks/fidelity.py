@@ -1,14 +1,15 @@
 """May FSGLD be trusted in place of pooling the data? Each model in `models/` beside pooled NUTS.
 
-    python tests/benchmarks/fidelity.py [--baselines] [--start] [--references DIR] [PROBLEM ...]
+    python tests/benchmarks/fidelity.py [--baselines] [--start] [--references DIR] [--record NAME]
+        [PROBLEM ...]
 
 Without a problem all of them, each in a process of its own. A row a method, a column for each of:
 largest error of a mean (reference sds) ± its Monte-Carlo standard error, and range of the sd
 ratios, of fixed effects and of log scales with correlations; local latents on the scale that is
-read: share within 0.25 sd, largest error, ratios; megabytes that the busiest silo sent; seconds of
-setup and of rounds (compilation included); least effective draws per chain-round, per second
-of both, and per megabyte of all silos; share of steps cut; what `diagnose` says. In the row of NUTS
-the megabytes are the pooled rows. Below: what misses the goals
+read: share within 0.25 sd, largest error, ratios; megabytes that the busiest silo sent; all rounds
+of silos before the first of the chains; least effective draws per chain-round and per megabyte of
+all silos; share of steps cut; what `diagnose` says. Seconds are those of `first_answer.py`. Below:
+what misses the goals
 
     fixed effects            error <= 0.10 sd, ratio 0.93-1.07
     scales, correlations     error <= 0.15 sd, ratio 0.88-1.12
@@ -16,15 +17,14 @@ the megabytes are the pooled rows. Below: what misses the goals
 
 "undecided" where it is outside by less than two standard errors. Then the run is repeated with more
 rounds, where these take less than three minutes. ``--baselines``: DSGLD for as many rounds, and
-what `baselines.py` combines. ``--start``: FSGLD started at a conducive fit, too, whose rounds and
-megabytes are said; "prep" are all rounds of all silos before the first of the chains.
+what `baselines.py` combines. ``--start``: FSGLD started at a conducive fit, too.
 """
 
 import argparse
-import subprocess
-import sys
 import time
 import traceback
+from collections.abc import Callable
+from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ import pandas as pd
 from baselines import combined
 from fidelity_problems import NESTED, PROBLEMS, Draws, Problem
 from numpyro.infer import MCMC, NUTS
+from record import record
 from scipy.stats import kurtosis, skew
 
 import numpyro_fed as fed
@@ -43,13 +44,19 @@ CHAINS: dict[str, Any] = {"num_chains": 4, "chain_method": "vectorized", "progre
 SHORT, LONG = (200, 1800), (500, 8000)  # rounds of warm-up and kept ones
 GOALS = {"fixed": (0.10, 0.93, 1.07), "scales": (0.15, 0.88, 1.12)}
 LOCAL_ERROR, LOCAL_SHARE = 0.25, 0.99
-AGREEMENT, BLOCK, REFERENCE_SECONDS = (
-    0.03,
-    3000,
-    300,
-)  # of the reference's halves; draws before they are looked at
+# of the reference's halves; draws before they are looked at
+AGREEMENT, BLOCK, REFERENCE_SECONDS = 0.03, 3000, 300
 ROUNDS_SECONDS, PROCESS_SECONDS = 180, 2400
 NOTED = 6  # parameters by name, worst first
+COLUMNS = (
+    "fixed",
+    "fixed ratio",
+    "scales",
+    "scales ratio",
+    "local within",
+    "local worst",
+    "local ratio",
+)
 MOST_SILOS, OWN_DRAWS = 20, 1000  # of baselines that run NUTS, and compile it, in each silo
 
 
@@ -73,32 +80,29 @@ def halves_apart(draws: dict[str, Draws]) -> dict[str, float]:
     return out
 
 
-def reference(problem: Problem, name: str, folder: Path | None) -> tuple[Draws, float]:
-    """Draws of NUTS on the pooled rows and their seconds. Kept in ``folder``."""
+def reference(problem: Problem, name: str, folder: Path | None) -> Draws:
+    """Draws of NUTS on the pooled rows. Kept in ``folder``."""
     if problem.reference_draws is not None:
-        return problem.reference_draws(), np.nan
+        return problem.reference_draws()
     place = None if folder is None else folder / f"{problem.reference or name}.nc"
     if place is not None and place.is_file():
         kept = az.from_netcdf(place)
         print(kept.posterior.attrs["made"])
-        return {str(k): v.values for k, v in kept.posterior.data_vars.items()}, float(
-            kept.posterior.attrs["seconds"]
-        )
+        return {str(k): v.values for k, v in kept.posterior.data_vars.items()}
     start = time.perf_counter()
     with jax.enable_x64(True):  # in float32 chains of 75,000 draws differed by ten standard errors
         draws, divergences = nuts_draws(problem, start)
-    seconds = time.perf_counter() - start
     made = (
         f"NUTS: 8 x {next(iter(draws.values())).shape[1]} draws, {divergences} divergences, "
-        f"{seconds:.0f} s"
+        f"{time.perf_counter() - start:.0f} s"
     )
     print(made, flush=True)
     if place is not None:
         place.parent.mkdir(parents=True, exist_ok=True)
         kept = az.from_dict(draws)
-        kept.posterior.attrs |= {"made": made, "seconds": seconds}
+        kept.posterior.attrs["made"] = made
         kept.to_netcdf(place)
-    return draws, seconds
+    return draws
 
 
 def nuts_draws(problem: Problem, start: float) -> tuple[Draws, int]:
@@ -168,8 +172,8 @@ class Row:
     """One line of the table, and what it misses."""
 
     def __init__(self, method: str, fit: Draws, reference: Draws, problem: Problem) -> None:
-        self.cells: dict[str, Any] = {"method": method}
         self.notes: list[str] = []
+        self.cells: dict[str, Any] = {"method": method, "notes": self.notes}
         self.verdicts: list[str] = []
         self.least_ess = np.inf
         found, wanted = problem.read(fit), problem.read(reference)
@@ -210,7 +214,7 @@ class Row:
         share = (table["error"] <= LOCAL_ERROR).mean()
         perhaps = (table["error"] - 2 * table["mcse"] <= LOCAL_ERROR).mean()
         worst = table.loc[table["error"].idxmax()]
-        self.cells["local in 0.25"] = f"{100 * share:.1f} %"
+        self.cells["local within"] = f"{100 * share:.1f}"
         self.cells["local worst"] = f"{worst['error']:.3f} ± {worst['mcse']:.3f}"
         self.cells["local ratio"] = f"{table['sd_ratio'].min():.2f}-{table['sd_ratio'].max():.2f}"
         verdict = (
@@ -242,49 +246,24 @@ def _scalar(draws: Draws, label: str) -> np.ndarray:
     return draws[name][(..., *place)].ravel()
 
 
-def per_cost(ess: float, seconds: float, sent: float) -> dict[str, str]:
-    """Effective draws per second, and per megabyte sent."""
-    return {"ESS/s": f"{ess / seconds:.1f}", "ESS/MB": f"{1e6 * ess / sent:.0f}"}
-
-
-def nuts(problem: Problem, silos: fed.Silos, draws: Draws, seconds: float) -> dict[str, Any]:
-    """Return the reference's own line; the megabytes are those of the rows, sent once."""
-    groups = problem.read(draws)
-    ess = az.ess(az.convert_to_dataset({**groups["fixed"], **groups["scales"]}))
-    least = min(float(v.min()) for v in ess.data_vars.values())
-    sent = sum(np.asarray(v).nbytes for v in silos.pooled.values())
-    return {
-        "method": "NUTS, pooled",
-        "s rounds": f"{seconds:.0f}",
-        **per_cost(least, seconds, sent),
-    }
-
-
 def langevin(
     method: str, kernel: Any, problem: Problem, silos: fed.Silos, wanted: Draws, rounds: tuple
 ) -> Row:
     """Run a kernel, and look at it."""
-    start = time.perf_counter()
-    kernel.init(jax.random.key(0), rounds[0], None, (silos,), {})
-    jax.block_until_ready(kernel._tuning)
-    middle = time.perf_counter()
     mcmc = MCMC(kernel, num_warmup=rounds[0], num_samples=rounds[1], **CHAINS)
     mcmc.run(jax.random.key(0), silos)
     draws = {k: np.asarray(v) for k, v in mcmc.get_samples(group_by_chain=True).items()}
-    seconds = middle - start, time.perf_counter() - middle
-    row = Row(f"{method}, 4 x ({rounds[0]} + {rounds[1]})", draws, wanted, problem)
+    row = Row(f"{method}, {rounds[1]:,}", draws, wanted, problem)
     fields, sent = mcmc.get_extra_fields(), kernel.ledger(mcmc.last_state).bytes_up
-    row.cells |= {
-        "MB/silo": f"{max(sent) / 1e6:.2f}",
-        "prep": kernel._setup_cost.rounds,
-        "s prep": f"{seconds[0]:.0f}",
-        "s rounds": f"{seconds[1]:.0f}",
-        "ESS/round": f"{row.least_ess / (4 * sum(rounds)):.3f}",
-        **per_cost(row.least_ess, sum(seconds), sum(sent)),
-        "cut %": f"{100 * float(np.mean(fields['cut_rate'])):.2f}",
-    }
     diagnosis = fed.diagnose(mcmc)
-    row.cells["diagnose"] = diagnosis.verdict
+    row.cells |= {
+        "megabytes": max(sent) / 1e6,
+        "rounds before": kernel._setup_cost.rounds,
+        "ess a round": row.least_ess / (4 * sum(rounds)),
+        "ess a megabyte": 1e6 * row.least_ess / sum(sent),
+        "cut": 100 * float(np.mean(fields["cut_rate"])),
+        "diagnose": diagnosis.verdict,
+    }
     print(
         f"{method}: step size {float(fields['step_size'][0]):.2g}, local acceptance "
         f"{float(np.mean(fields['local_accept_prob'])):.3f}\n"
@@ -296,21 +275,24 @@ def langevin(
         f"diagnose: {c} {r['value']:.3g} ({r['where']}), {r['verdict']}"
         for c, r in failing.iterrows()
     ]
-    row.notes = [f"{row.cells['method']}: {note}" for note in row.notes]
     return row
 
 
-def attempt(method: str, rows: list[dict], notes: list[str], make: Any) -> Row | None:
+def combination(method: str, draws: Callable[[], Draws], wanted: Draws, problem: Problem) -> Row:
+    """Look at what a method makes of the silos' own posteriors."""
+    return Row(method, draws(), wanted, problem)
+
+
+def attempt(rows: list[dict], make: Callable[..., Row], method: str, *args: Any) -> Row | None:
     """Return a row, or the error in its place."""
     try:
-        row = make()
+        row = make(method, *args)
     except Exception as error:
         traceback.print_exc()
-        rows.append({"method": method, "goals": f"failed: {type(error).__name__}"})
-        notes.append(f"{method}: {type(error).__name__}: {str(error)[:300]}")
+        failed = f"failed: {type(error).__name__}: {str(error)[:300]}"
+        rows.append({"method": method, "goals": failed, "notes": []})
         return None
     rows.append(row.finish())
-    notes.extend(row.notes)
     print(pd.DataFrame([row.finish()]).to_string(index=False), flush=True)
     return row
 
@@ -318,65 +300,40 @@ def attempt(method: str, rows: list[dict], notes: list[str], make: Any) -> Row |
 def started(problem: Problem, silos: fed.Silos, nested: bool) -> fed.FSGLD:
     """FSGLD at the end of conducive rounds, those of `fed.fit`."""
     guide = fed.AutoSiloNormal(problem.model, local_cov="full" if nested else "element")
-    start = time.perf_counter()
     result = fed.ConduciveSFVI(problem.model, guide).run(
         jax.random.key(0), 40, silos, tol=0.1, progress_bar=False
-    )
-    print(
-        f"conducive: {len(result.losses)} rounds, {max(result.ledger.bytes_up) / 1e6:.3f} MB/silo, "
-        f"{time.perf_counter() - start:.0f} s"
     )
     return fed.FSGLD(problem.model, init_from=result)
 
 
-def run(name: str, baselines: bool, start: bool, folder: Path | None) -> None:
-    """Print the table of one problem."""
-    problem, rows, notes = PROBLEMS[name], [], []
-    print(f"\n=== {name}", flush=True)
+def run(name: str, baselines: bool, start: bool, folder: Path | None) -> list[dict[str, Any]]:
+    """Return the rows of one problem."""
+    problem, rows = PROBLEMS[name], []
     silos = problem.silos()
-    wanted, nuts_seconds = reference(problem, name, folder)
+    wanted = reference(problem, name, folder)
     apart = halves_apart(problem.read(wanted))
-    print(
-        ", ".join(f"the reference's halves differ by {v:.3f} sd ({k})" for k, v in apart.items()),
-        flush=True,
-    )
-    rows.append(nuts(problem, silos, wanted, nuts_seconds))
     plain = fed.FSGLD(problem.model)
-    kernels = {
-        "FSGLD": plain,
-        "FSGLD, auto": fed.FSGLD(problem.model, fed.Step(noise_correction=True), selection="auto"),
-    }
+    auto = fed.Step(noise_correction=True)
+    kernels = {"default": plain, "auto": fed.FSGLD(problem.model, auto, selection="auto")}
     if start:
-        kernels["FSGLD, started"] = started(problem, silos, name in NESTED)
+        kernels["started"] = started(problem, silos, name in NESTED)
     if baselines:
         kernels["DSGLD"] = fed.DSGLD(problem.model, step_size="auto")
     for method, kernel in kernels.items():
-
-        def fit(kernel: Any = kernel, method: str = method, rounds: tuple = SHORT) -> Row:
-            return langevin(method, kernel, problem, silos, wanted, rounds)
-
-        row = attempt(method, rows, notes, fit)
-        longer = sum(LONG) / sum(SHORT) * float(row.cells["s rounds"]) if row else np.inf
+        before = time.perf_counter()
+        row = attempt(rows, langevin, method, kernel, problem, silos, wanted, SHORT)
+        longer = sum(LONG) / sum(SHORT) * (time.perf_counter() - before)
         if row is not None and row.undecided and method != "DSGLD" and longer < ROUNDS_SECONDS:
-            attempt(method, rows, notes, lambda: fit(rounds=LONG))
+            attempt(rows, langevin, method, kernel, problem, silos, wanted, LONG)
     if baselines and plain.factors is not None and len(silos) <= MOST_SILOS:
-        for method, make in combined(plain, silos, OWN_DRAWS).items():
-
-            def combine(method: str = method, make: Any = make) -> Row:
-                draws, seconds = make()
-                row = Row(method, draws, wanted, problem)
-                row.cells["s rounds"] = f"{seconds:.0f}"
-                row.notes = []
-                return row
-
-            attempt(method, rows, notes, combine)
-    print(
-        f"\n{name}\n{pd.DataFrame(rows).to_string(index=False, na_rep='')}\n" + "\n".join(notes),
-        flush=True,
-    )
+        for method, draws in combined(plain, silos, OWN_DRAWS).items():
+            attempt(rows, combination, method, draws, wanted, problem)
+    told = {"problem": name, "reference": apart} | dict.fromkeys(COLUMNS, "")
+    return [told | row for row in rows]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Judge the problems asked for, each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("problems", nargs="*", metavar="PROBLEM", help=", ".join(PROBLEMS))
     parser.add_argument("--baselines", action="store_true", help="other methods, too")
@@ -389,23 +346,28 @@ if __name__ == "__main__":
         metavar="DIR",
         help="keep NUTS's draws here, and take them from here",
     )
+    parser.add_argument("--record", metavar="NAME", help="write a file of docs/results")
     args = parser.parse_args()
     unknown = sorted(set(args.problems) - set(PROBLEMS))
     if unknown:
         parser.error(f"expected problems out of {', '.join(PROBLEMS)}, got {', '.join(unknown)}")
-    if len(args.problems) == 1:
-        run(args.problems[0], args.baselines, args.start, args.references)
-    else:
-        for problem in (
-            args.problems or PROBLEMS
-        ):  # a process each: one that fails or hangs does not stop the rest
-            command = [
-                sys.executable,
-                __file__,
-                problem,
-                *(a for a in sys.argv[1:] if a not in PROBLEMS),
-            ]
+    began, rows = time.time(), []
+    for name in args.problems or PROBLEMS:
+        print(f"\n=== {name}", flush=True)
+        with get_context("spawn").Pool(1) as pool:  # one that fails or hangs does not stop the rest
+            job = pool.apply_async(run, (name, args.baselines, args.start, args.references))
             try:
-                subprocess.run(command, timeout=PROCESS_SECONDS, check=False)
-            except subprocess.TimeoutExpired:
-                print(f"\n{problem}: stopped after {PROCESS_SECONDS} s", flush=True)
+                found = job.get(PROCESS_SECONDS)
+            except TimeoutError:
+                print(f"{name}: stopped after {PROCESS_SECONDS} s", flush=True)
+                continue
+        table = pd.DataFrame(found).drop(columns=["problem", "reference", "notes"])
+        print(f"{name}\n{table.to_string(index=False)}")
+        print(*(f"{row['method']}: {note}" for row in found for note in row["notes"]), sep="\n")
+        rows += found
+        if args.record:
+            record(args.record, rows, began)
+
+
+if __name__ == "__main__":
+    main()
