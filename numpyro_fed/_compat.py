@@ -1,19 +1,16 @@
-"""JAX's settings, NumPyro's private names, and functions that differ in ArviZ 1.x."""
+"""JAX's settings and NumPyro's private names."""
 
 import math
 import os
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from jax import Array, lax
 from jax._src import compilation_cache
 from jax.extend.core import Primitive
@@ -30,11 +27,14 @@ from numpyro.infer.util import _transforms_from_trace, _unconstrain_reparam
 from numpyro_fed._typing import PyTree
 
 if TYPE_CHECKING:
-    from arviz import InferenceData
     from numpyro.distributions.transforms import Transform
     from numpyro.infer import MCMC
-    from xarray import Dataset
 
+# options of XLA for programs of few runs: less optimization, and no MLIR on the way to LLVM. A
+# first fit takes two thirds of the time, and programs run as fast (docs/results.md)
+QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 1}
+if jax.__version_info__ < (0, 11):  # later ones refuse the option
+    QUICKLY["xla_cpu_use_fusion_emitters"] = False
 # LAPACK's calls, by JAX's names of their primitives
 _LAPACK = (
     "cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "ormqr",
@@ -204,74 +204,3 @@ def fill_mcmc(mcmc: "MCMC", states: dict[str, PyTree], last_state: PyTree, args:
     """Give an ``MCMC`` the draws ``(chains, draws, ...)`` of rounds that it has not run itself."""
     mcmc._states, mcmc._states_flat, mcmc._last_state = states, None, last_state
     mcmc._args, mcmc._kwargs = args, {}
-
-
-_STATISTICS = {
-    "mcse_mean": ("mcse", {"method": "mean"}),
-    "mcse_sd": ("mcse", {"method": "sd"}),
-    "ess_bulk": ("ess", {"method": "bulk"}),
-    "ess_tail": ("ess", {"method": "tail"}),
-    "r_hat": ("rhat", {"method": "rank"}),
-}
-
-
-def import_arviz() -> ModuleType:
-    """Import ArviZ without the notice of 1.x, a daily warning of 0.23 that can be an error."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing", FutureWarning)
-        import arviz
-    return arviz
-
-
-def read_netcdf(place: str | Path) -> "InferenceData":
-    """Return the result in a netCDF file.
-
-    :raises ValueError: for a file without a posterior.
-    """
-    try:
-        found = import_arviz().from_netcdf(place)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{place}: expected a netCDF file of a posterior ({error})") from error
-    if not hasattr(found, "posterior"):
-        raise ValueError(f"{place}: expected a posterior, got {found.groups()}")
-    return found
-
-
-def infer_dims(model: Callable, model_args: tuple) -> dict[str, list[str]]:
-    """Return the names of the dimensions of a model's sites, from its plates (private in 0.23)."""
-    import_arviz()
-    from arviz.data.io_numpyro import infer_dims as infer
-
-    return infer(model, model_args, {})
-
-
-def posterior_dataset(obj: object) -> "Dataset":
-    """Return the posterior group as an xarray Dataset.
-
-    ArviZ 1.x has ``convert_to_datatree`` instead, which gives a DataTree node.
-    """
-    data = import_arviz().convert_to_inference_data(obj)
-    if "posterior" not in data.groups():
-        raise ValueError(
-            f"expected a posterior group, got the groups {list(data.groups())}; "
-            "convert the fit with arviz.from_numpyro(mcmc) or pass a dict of draws"
-        )
-    # ArviZ sorts a dict's names where the package dm-tree is installed
-    if isinstance(obj, Mapping) and set(obj) == set(data.posterior.data_vars):
-        return data.posterior[list(obj)]
-    return data.posterior
-
-
-def chain_statistic(name: str, draws: np.ndarray) -> float:
-    """Return an ArviZ diagnostic of a scalar's draws ``(chains, draws)``; NaN if too few."""
-    if name == "r_hat" and len(draws) < 2:  # R-hat compares chains
-        return float("nan")
-    function, options = _STATISTICS[name]
-    # The variance of chains that never move is zero, and an R-hat of inf is right for them.
-    with np.errstate(all="ignore"):
-        return float(getattr(import_arviz(), function)(draws, **options))
-
-
-def density_curve(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return grid and kernel density of flat, finite draws (1.x has ``kde`` in arviz-stats)."""
-    return import_arviz().kde(draws)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "numpyro_fed"
 # from the bottom up: a file may import from its own room, and from rooms of lower layers
 LAYERS = (
     ("_typing",),
-    ("_compat", "data"),
+    ("_compat", "_arviz", "data"),
     ("rounds",),
     ("density", "privacy"),
     ("surrogates",),
@@ -151,7 +151,7 @@ def reaches() -> list[str]:
                 out += [
                     f"{name}:{node.lineno} {n}"
                     for n in kinds
-                    if n not in ("_compat", "_typing", "_base", "_kernel")
+                    if n not in ("_arviz", "_compat", "_typing", "_base", "_kernel")
                 ]
     return out
 

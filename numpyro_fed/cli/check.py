@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from numpyro_fed._compat import read_netcdf
+from numpyro_fed._arviz import read_netcdf
 from numpyro_fed.cli.common import FILE, check_fit, check_link, check_silos, link_options
 from numpyro_fed.cli.model_file import load_model_file
 from numpyro_fed.cli.run import coordinated

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from numpyro_fed._compat import read_netcdf
+from numpyro_fed._arviz import read_netcdf
 from numpyro_fed.cli.common import check_address
 from numpyro_fed.cli.model_file import load_model_file
 from numpyro_fed.cli.posterior import connected, posterior

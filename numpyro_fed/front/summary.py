@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from numpyro_fed._arviz import group_of, set_group
 from numpyro_fed.front.rows import Coder
 from numpyro_fed.front.source import GroupPart, Parts
 
@@ -23,7 +24,7 @@ def in_units(
 
     :param elements: names of the elements of groups that do not cross silos.
     """
-    post = idata.posterior
+    post = group_of(idata, "posterior")
     draws = ("chain", "draw")
     if parts.slopes:
         number = len(coder.scale)  # lines of smooths stay as they are: per sd
@@ -39,7 +40,7 @@ def in_units(
     for group in parts.groups:
         names = coder.crossing.get(group.name) or elements[group.name]
         post = _group(post, group, names, parts.correlated)
-    idata.posterior = post
+    set_group(idata, "posterior", post)
     return idata
 
 

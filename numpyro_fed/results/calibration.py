@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, random
 from numpyro.handlers import seed, trace
 
-from numpyro_fed._compat import import_arviz, posterior_dataset
+from numpyro_fed._arviz import plot_ranks, posterior_dataset
 from numpyro_fed._typing import Site
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factorize import factorize
@@ -58,29 +58,7 @@ class Calibration:
 
     def plot(self) -> "Figure":
         """Draw each coefficient's ranks as ArviZ's difference of ECDFs, with a 95 % band."""
-        import matplotlib.pyplot as plt
-        from scipy import stats
-
-        az, names = import_arviz(), list(self.ranks)
-        columns = min(3, len(names))
-        lines = -(-len(names) // columns)
-        size = (3.2 * columns, 2.4 * lines)
-        figure, axes = plt.subplots(lines, columns, figsize=size, layout="constrained")
-        for axis in np.ravel(axes)[len(names) :]:
-            axis.set_axis_off()
-        for name, axis in zip(names, np.ravel(axes), strict=False):
-            az.plot_ecdf(
-                self.ranks[name].to_numpy(copy=True),
-                cdf=stats.uniform.cdf,
-                rvs=stats.uniform(0, 1).rvs,
-                eval_points=np.linspace(0, 1, 51),
-                difference=True,
-                confidence_bands="simulated",
-                ci_prob=0.95,
-                ax=axis,
-            )
-            axis.set(title=name, xlabel="rank", ylabel="ECDF - uniform")
-        return figure
+        return plot_ranks({k: x.to_numpy(copy=True) for k, x in self.ranks.items()})
 
 
 class Simulator:

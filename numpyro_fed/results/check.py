@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from numpyro_fed._compat import posterior_dataset
+from numpyro_fed._arviz import posterior_dataset
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factorize import factorize

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from jax import Array
 
-from numpyro_fed._compat import import_arviz
+from numpyro_fed._arviz import groups_of, is_result
 from numpyro_fed.results.compare_scalars import (
     AGREE_SE,
     COLUMNS,
@@ -314,7 +314,7 @@ def plot_compare(
 
 def _said_of_itself(fit: object) -> tuple[float | None, str | None]:
     """Return Pareto's k and the cost of privacy, where a fit's ``InferenceData`` has them."""
-    if not isinstance(fit, import_arviz().InferenceData) or "posterior" not in fit.groups():
+    if not is_result(fit) or "posterior" not in groups_of(fit):
         return None, None
     attrs = fit.posterior.attrs
     k = attrs.get("pareto_k")

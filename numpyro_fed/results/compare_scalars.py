@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numpyro_fed._compat import chain_statistic, posterior_dataset
+from numpyro_fed._arviz import chain_statistic, posterior_dataset
 
 if TYPE_CHECKING:
     from xarray import DataArray

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from numpyro_fed._compat import density_curve
+from numpyro_fed._arviz import density_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

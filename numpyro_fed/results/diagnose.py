@@ -19,7 +19,7 @@ import numpy as np
 from numpyro.infer import MCMC
 from numpyro.infer.util import transform_fn
 
-from numpyro_fed._compat import import_arviz
+from numpyro_fed._arviz import import_arviz
 from numpyro_fed.mcmc._kernel import LangevinKernel
 from numpyro_fed.mcmc.hmc import HMC
 from numpyro_fed.mcmc.step_rule import persistence

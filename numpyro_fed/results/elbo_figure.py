@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpyro.infer.svi import SVIRunResult
 
-from numpyro_fed._compat import import_arviz
+from numpyro_fed._arviz import groups_of, is_result
 from numpyro_fed.vi.result import VIResult
 
 if TYPE_CHECKING:
@@ -90,11 +90,7 @@ def running_mean(x: np.ndarray, window: int) -> np.ndarray:
 def _trace(result: object) -> np.ndarray:
     if isinstance(result, VIResult | SVIRunResult):
         return -np.asarray(result.losses, np.float64)
-    if (
-        isinstance(result, import_arviz().InferenceData)
-        and "optimization" in result.groups()
-        and "elbo" in result.optimization
-    ):
+    if is_result(result) and "optimization" in groups_of(result) and "elbo" in result.optimization:
         return np.asarray(result.optimization["elbo"].values, np.float64)
     raise TypeError(
         "expected the result of svi.run(...), or InferenceData with a variable elbo in the group "

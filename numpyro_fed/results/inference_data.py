@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpyro.infer import MCMC
 
-from numpyro_fed._compat import import_arviz, infer_dims
+from numpyro_fed._arviz import from_groups, import_arviz, infer_dims
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.mcmc._base import FederatedKernel
@@ -160,7 +160,7 @@ def _remote_inference_data(
     """Return the draws of the global sites of a run over remote silos, without data."""
     fields = {k: np.asarray(v) for k, v in mcmc.get_extra_fields(group_by_chain=True).items()}
     posterior = {k: np.asarray(v) for k, v in mcmc.get_samples(group_by_chain=True).items()}
-    idata = import_arviz().from_dict(posterior=posterior, sample_stats=fields, **options)
+    idata = from_groups({"posterior": posterior, "sample_stats": fields}, **options)
     if node == "average" and node not in silos.names:
         idata = average_of_nodes(mcmc, silos, idata, log_lik=False)
     elif isinstance(mcmc.sampler, NetworkKernel):

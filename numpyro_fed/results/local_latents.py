@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_fed._compat import posterior_dataset
+from numpyro_fed._arviz import posterior_dataset
 from numpyro_fed.data.checks import check_key
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factorize import factorize

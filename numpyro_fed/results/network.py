@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from numpyro.infer import MCMC, log_likelihood
 from numpyro.infer.util import transform_fn, unconstrain_fn
 
-from numpyro_fed._compat import import_arviz
+from numpyro_fed._arviz import change_groups, from_groups, group_of, groups_of, set_group
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.mcmc._base import FederatedKernel
 from numpyro_fed.rounds.remote import RemoteSilos
@@ -33,22 +34,16 @@ def label_nodes(idata: "InferenceData", silos: Silos) -> None:
     networks = idata.posterior.sizes["chain"] // len(silos)
     nodes = np.tile(np.array(silos.names), networks)
     number = np.repeat(np.arange(networks), len(silos))
-    for name in idata.groups():
-        if "chain" in idata[name].dims:
-            setattr(
-                idata,
-                name,
-                idata[name].assign_coords(node=("chain", nodes), network=("chain", number)),
-            )
+    labels = {"node": ("chain", nodes), "network": ("chain", number)}
+    change_groups(idata, "chain", methodcaller("assign_coords", labels))
 
 
 def take_node(idata: "InferenceData", node: str, silos: Silos) -> "InferenceData":
     """Return the chains of one node, one for each network."""
     chains = np.arange(silos.names.index(node), idata.posterior.sizes["chain"], len(silos))
     part = idata.sel(chain=chains)
-    for name in part.groups():
-        if "chain" in part[name].dims:
-            setattr(part, name, part[name].assign_coords(chain=np.arange(len(chains))))
+    numbers = np.arange(len(chains))
+    change_groups(part, "chain", lambda data: data.assign_coords(chain=numbers))
     return part
 
 
@@ -60,7 +55,7 @@ def average_of_nodes(
     The average is that of ``push_sum_weight * position`` in unconstrained space. It follows
     Langevin dynamics on the pooled potential.
     """
-    az, kernel = import_arviz(), mcmc.sampler
+    kernel, before = mcmc.sampler, group_of(idata, "posterior")
     m, latent = len(silos), [name for name, _ in kernel.factors.global_sites]
     draws = mcmc.get_samples(group_by_chain=True)
     remote = isinstance(silos, RemoteSilos)  # remote silos keep their latents
@@ -78,25 +73,26 @@ def average_of_nodes(
     here = None if remote else kernel.postprocess_fn((silos,), {})
     constrain = here or (lambda z: kernel.factors.constrain_globals(z, silos.shared))
     posterior = jax.vmap(jax.vmap(constrain))({k: average(k, v) for k, v in z.items()})
-    options = {"dims": {k: list(v.dims[2:]) for k, v in idata.posterior.items()}}
+    dims = {k: list(v.dims[2:]) for k, v in before.items()}
     coords = {
         k: v.values
-        for k, v in idata.posterior.coords.items()
-        if k in idata.posterior.dims and k not in {"chain", "draw"}
+        for k, v in before.coords.items()
+        if k in before.dims and k not in {"chain", "draw"}
     }
-    groups = {"posterior": {k: np.asarray(posterior[k]) for k in idata.posterior}}
+    groups: dict[str, dict] = {"posterior": {k: np.asarray(posterior[k]) for k in before}}
     if log_lik:
         values = log_likelihood(
             kernel.model, {k: posterior[k] for k in sites}, silos, batch_ndims=2
         )
         groups["log_likelihood"] = {k: np.asarray(v) for k, v in values.items()}
-    result = az.from_dict(**groups, coords=coords, **options)
-    stats = idata.sample_stats
+    stats = group_of(idata, "sample_stats")
     by_network = {k: stats[k].values.reshape(-1, m, stats.sizes["draw"]) for k in stats}
-    statistics = {k: v.any(1) if v.dtype == bool else v.mean(1) for k, v in by_network.items()}
-    result.add_groups(sample_stats=az.from_dict(sample_stats=statistics).sample_stats)
-    if "observed_data" in idata.groups():
-        result.add_groups(observed_data=idata.observed_data)
+    groups["sample_stats"] = {
+        k: v.any(1) if v.dtype == bool else v.mean(1) for k, v in by_network.items()
+    }
+    result = from_groups(groups, coords=coords, dims=dims)
+    if "observed_data" in groups_of(idata):
+        set_group(result, "observed_data", group_of(idata, "observed_data"))
     return result
 
 

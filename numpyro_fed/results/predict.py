@@ -10,7 +10,7 @@ from jax import Array, random
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import Predictive
 
-from numpyro_fed._compat import posterior_dataset
+from numpyro_fed._arviz import posterior_dataset
 from numpyro_fed._typing import Column, PyTree, Site
 from numpyro_fed.data.checks import check_key
 from numpyro_fed.density.handlers import is_silo_plate

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed._compat import posterior_dataset
+from numpyro_fed._arviz import posterior_dataset
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import split_shared
 from numpyro_fed.density.factorize import factorize

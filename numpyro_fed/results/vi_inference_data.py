@@ -13,7 +13,8 @@ from jax import Array, random
 from numpyro.distributions import Unit
 from numpyro.infer import log_likelihood as log_likelihood_of
 
-from numpyro_fed._compat import import_arviz, infer_dims, is_of
+from numpyro_fed._arviz import from_groups, infer_dims, set_group
+from numpyro_fed._compat import is_of
 from numpyro_fed._typing import Facts, ModelArgs
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
@@ -114,24 +115,22 @@ def grouped(
     posterior, likelihood, observed, dims = (
         {k: v for one in kind for k, v in one.items()} for kind in zip(*pieces, strict=True)
     )
-    return import_arviz().from_dict(
-        posterior={k: by_chain(v) for k, v in posterior.items()},
-        sample_stats=stats,
-        log_likelihood={k: by_chain(v) for k, v in likelihood.items()} or None,
-        observed_data={k: np.asarray(v) for k, v in observed.items()} or None,
-        dims=dims,
-    )
+    groups = {
+        "posterior": {k: by_chain(v) for k, v in posterior.items()},
+        "sample_stats": stats,
+        "log_likelihood": {k: by_chain(v) for k, v in likelihood.items()},
+        "observed_data": {k: np.asarray(v) for k, v in observed.items()},
+    }
+    return from_groups(groups, dims=dims)
 
 
 def _add_bound(idata: "InferenceData", result: VIResult) -> None:
     """Add the bound in each round."""
-    bound = (
-        import_arviz()
-        .from_dict({"elbo": -result.losses[None]})
-        .posterior.rename(draw="round")
-        .squeeze("chain", drop=True)
-    )
-    idata.add_groups({"optimization": bound}, warn_on_custom_groups=False)
+    import xarray
+
+    rounds = np.arange(len(result.losses))
+    bound = xarray.Dataset({"elbo": ("round", -result.losses)}, {"round": rounds})
+    set_group(idata, "optimization", bound)
 
 
 def _add_silo_terms(idata: "InferenceData", setup: Setup, terms: Array) -> None:
@@ -145,7 +144,7 @@ def _add_silo_terms(idata: "InferenceData", setup: Setup, terms: Array) -> None:
         {"log_likelihood": (("chain", "draw", "silo"), each)},
         {"chain": [0], "draw": np.arange(len(terms)), "silo": list(setup.names)},
     )
-    idata.add_groups({SILO_TERMS: group}, warn_on_custom_groups=False)
+    set_group(idata, SILO_TERMS, group)
 
 
 def check_num_draws(num_draws: object) -> None:

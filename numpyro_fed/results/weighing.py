@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, random
 from scipy import stats
 
-from numpyro_fed._compat import import_arviz
+from numpyro_fed._arviz import import_arviz
 from numpyro_fed._typing import Facts
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos

@@ -13,16 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_fed._compat import QUICKLY
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import SiloRows, SiloView, gather, largest, scatter, sweep
 from numpyro_fed.rounds.federated import Federated
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.rounds.task import SiloTask
-
-# less optimization, and no MLIR on the way to LLVM: a first fit takes two thirds of the time, and
-# programs run as fast (docs/results.md)
-QUICKLY = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
 
 
 class QuickProgram:

@@ -8,7 +8,7 @@ the variance (Vehtari et al. 2024, on k of a function).
 
 import numpy as np
 
-from numpyro_fed._compat import import_arviz
+from numpyro_fed._arviz import pareto_smoothed
 
 POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
 # most tails that are examined: those whose terms vary most. A tail of 16,000 draws takes 5 ms
@@ -33,9 +33,9 @@ def smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
     if len(weight) * np.sum(weight**2) < _EQUAL:
         return weight, 0.0
     with np.errstate(over="ignore"):  # an overflow in the Pareto fit is a weight of zero
-        found, k = import_arviz().psislw(log_weight - log_weight.max())
+        found, k = pareto_smoothed(log_weight - log_weight.max())
     weight = np.exp(found - found.max())
-    return weight / weight.sum(), float(k)
+    return weight / weight.sum(), k
 
 
 def log_mean(log_terms: np.ndarray, weight: np.ndarray) -> tuple[float, float]:

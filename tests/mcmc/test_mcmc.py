@@ -19,7 +19,7 @@ from numpyro.infer.util import log_likelihood
 from small_models import INTERCEPTS_CALLS, intercepts, intercepts_silos, scale_model, scale_silos
 
 import numpyro_fed as fed
-from numpyro_fed._compat import import_arviz
+from numpyro_fed._arviz import import_arviz
 
 SILOS = scale_silos()
 LOCAL = intercepts_silos()

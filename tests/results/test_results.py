@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from numpyro_fed._compat import import_arviz
+from numpyro_fed._arviz import import_arviz
 from numpyro_fed.results.compare import _sinkhorn_distance, compare, plot_compare
 
 az = import_arviz()

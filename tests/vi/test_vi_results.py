@@ -34,7 +34,7 @@ from small_models import (
 )
 
 import numpyro_fed as fed
-from numpyro_fed._compat import import_arviz
+from numpyro_fed._arviz import import_arviz
 from numpyro_fed.results import weighing
 from numpyro_fed.results.elbo_figure import running_mean
 from numpyro_fed.vi import draws as vi_draws
