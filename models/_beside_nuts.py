@@ -40,10 +40,10 @@ def reference(
     return mcmc
 
 
-def local_line(fit: az.InferenceData, nuts: az.InferenceData, names: Sequence[str]) -> str:
+def local_line(fit: "az.InferenceData", nuts: "az.InferenceData", names: Sequence[str]) -> str:
     """Return a line on the local latents: largest error in reference sds, and extreme sd ratios."""
 
-    def flat(idata: az.InferenceData, name: str) -> np.ndarray:
+    def flat(idata: "az.InferenceData", name: str) -> np.ndarray:
         draws = idata.posterior[name].values
         return draws.reshape(*draws.shape[:2], -1).astype(float)
 

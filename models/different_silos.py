@@ -85,7 +85,7 @@ def silos(scale: float = 1.0, seed: int = 0) -> fed.MixedSilos:
     )
 
 
-def fit(silos: fed.MixedSilos | fed.Silos, num_draws: int = 4000) -> az.InferenceData:
+def fit(silos: fed.MixedSilos | fed.Silos, num_draws: int = 4000) -> "az.InferenceData":
     """Run conducive rounds and the last round, and print a report."""
     return fed.fit(model, silos, num_draws=num_draws)
 
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, fed.Comparison]:
     return found
 
 
-def _globals(idata: az.InferenceData) -> dict[str, np.ndarray]:
+def _globals(idata: "az.InferenceData") -> dict[str, np.ndarray]:
     draws = {name: idata.posterior[name].values for name in GLOBALS}
     if len(draws["a"]) > 1:
         return draws

@@ -61,7 +61,7 @@ def model_centered(y, error):  # type: ignore[no-untyped-def]
 
 def fit(
     silos: fed.Silos, num_rounds: int = 4000, num_draws: int = 8000
-) -> tuple[az.InferenceData, az.InferenceData]:
+) -> "tuple[az.InferenceData, az.InferenceData]":
     """Run SFVI with its defaults; return its draws as they are, and resampled.
 
     It warns of Pareto's k for both.

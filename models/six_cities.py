@@ -80,7 +80,7 @@ def fit(silos: fed.Silos, num_warmup: int = 200, num_samples: int = 1800) -> MCM
     return mcmc
 
 
-def fit_sfvi(silos: fed.Silos, num_rounds: int = 6000, num_draws: int = 4000) -> az.InferenceData:
+def fit_sfvi(silos: fed.Silos, num_rounds: int = 6000, num_draws: int = 4000) -> "az.InferenceData":
     """Run SFVI with its defaults, and return draws of its result."""
     svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.01))
     result = svi.run(jax.random.key(2), num_rounds, silos)
@@ -97,7 +97,7 @@ def reference(
     return mcmc
 
 
-def compared(name: str, fit: az.InferenceData, nuts: az.InferenceData) -> fed.Comparison:
+def compared(name: str, fit: "az.InferenceData", nuts: "az.InferenceData") -> fed.Comparison:
     """Print the comparison of a fit with pooled NUTS."""
     comparison = fed.compare(fit, nuts, var_names=GLOBALS)
     print(f"\n{name} beside pooled NUTS\n{comparison}")
@@ -127,7 +127,9 @@ def federated(args: argparse.Namespace) -> dict[str, fed.Comparison]:
     return found
 
 
-def save_figure(fits: Mapping[str, az.InferenceData], nuts: az.InferenceData, path: Path) -> None:
+def save_figure(
+    fits: "Mapping[str, az.InferenceData]", nuts: "az.InferenceData", path: Path
+) -> None:
     """Draw each fit beside pooled NUTS, one below the other."""
     from matplotlib import pyplot
 
@@ -158,9 +160,10 @@ def alone(args: argparse.Namespace) -> dict[str, fed.Comparison]:
     return {"SFVI": comparison}
 
 
-def draw_alone(posteriors: Mapping[str, az.InferenceData], path: Path) -> None:
+def draw_alone(posteriors: "Mapping[str, az.InferenceData]", path: Path) -> None:
     """Draw posterior densities of the regression coefficients and of log sd of the intercepts."""
     from matplotlib import pyplot
+    from scipy.stats import gaussian_kde
 
     figure, axes = pyplot.subplots(1, len(GLOBALS), figsize=(13, 2.9), layout="constrained")
     styles = (
@@ -174,8 +177,9 @@ def draw_alone(posteriors: Mapping[str, az.InferenceData], path: Path) -> None:
             posteriors.items(), styles, strict=True
         ):
             draws = idata.posterior[name].values.ravel()
-            x, density = az.kde(np.log(draws) if name == "sigma" else draws)
-            axis.plot(x, density, line, color=color, lw=width, label=posterior)
+            draws = np.log(draws) if name == "sigma" else draws
+            x = np.linspace(draws.min(), draws.max(), 200)
+            axis.plot(x, gaussian_kde(draws)(x), line, color=color, lw=width, label=posterior)
         axis.set(xlabel=label, yticks=[], ylim=(0, None))
         axis.spines[["left", "right", "top"]].set_visible(False)
     axes[0].set_ylabel("posterior density")

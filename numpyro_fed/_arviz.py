@@ -152,14 +152,16 @@ def density_curve(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pareto_smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return Pareto-smoothed log weights, and Pareto's k."""
+    """Return Pareto-smoothed log weights, and Pareto's k, infinite for a tail of few values."""
     if has_trees():
         from arviz_stats.base import array_stats
 
-        smooth = array_stats.psislw
+        try:
+            found, k = array_stats.psislw(-log_weight)  # of log likelihoods that are left out
+        except ValueError:
+            return log_weight, float("inf")
     else:
-        smooth = import_arviz().psislw
-    found, k = smooth(log_weight)
+        found, k = import_arviz().psislw(log_weight)
     return found, float(k)
 
 

@@ -14,6 +14,7 @@ from numpyro.infer import MCMC
 from small_models import linear, linear_silos
 
 import numpyro_fed as fed
+from numpyro_fed._arviz import groups_of
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def test_a_node_is_a_chain(fitted, tmp_path):
     one = fed.to_inference_data(fitted, SILOS, node="silo 2")
     np.testing.assert_array_equal(one.posterior.beta, idata.posterior.beta[2::M])
     assert one.posterior.chain.values.tolist() == [0, 1, 2]
-    assert {"log_likelihood", "observed_data"} <= set(one.groups())
+    assert {"log_likelihood", "observed_data"} <= set(groups_of(one))
     one.to_netcdf(tmp_path / "node.nc")
     assert az.from_netcdf(tmp_path / "node.nc").posterior.node.values.tolist() == ["silo 2"] * 3
     ratio = fed.compare(one, idata).table["sd_ratio"]

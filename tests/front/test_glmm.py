@@ -11,6 +11,7 @@ from numpyro.infer.util import log_density
 from scipy import stats
 
 import numpyro_fed as fed
+from numpyro_fed._arviz import from_groups
 from numpyro_fed.density.check import check_factorization
 from numpyro_fed.density.factorize import factorize
 
@@ -253,11 +254,9 @@ def test_priors_are_those_of_the_documentation():
 
 def one_draw(m, at):
     """Return the posterior of one draw, as `GLMM.fit` makes it."""
-    import arviz as az
-
     from numpyro_fed.front.summary import in_units
 
-    idata = az.from_dict(posterior={k: np.asarray(v)[None, None] for k, v in at.items()})
+    idata = from_groups({"posterior": {k: np.asarray(v)[None, None] for k, v in at.items()}})
     return in_units(idata, m.parts, m.coder, m.elements)
 
 
@@ -306,20 +305,17 @@ def test_shares_of_levels_and_effects_of_new_elements():
     m = fed.glmm("few ~ age + (1 | ward)", tables(), family="ordinal")
     at = params_of(m)
     many = {k: np.broadcast_to(v, (4000, *np.shape(v))) for k, v in at.items()}
-    import arviz as az
-
     from numpyro_fed.front.summary import in_units
 
-    idata = az.from_dict(posterior={k: v[None] for k, v in many.items()})
+    idata = from_groups({"posterior": {k: v[None] for k, v in many.items()}})
     in_units(idata, m.parts, m.coder, m.elements)
     shares = m.predict(idata, tables()["oslo"], silo="oslo")
     assert shares.dims == ("chain", "draw", "row", "level")
     np.testing.assert_allclose(shares.sum("level"), 1.0, rtol=1e-6)
     linear = fed.glmm("real ~ age + (1 | ward)", tables())
     at = params_of(linear)
-    idata = az.from_dict(
-        posterior={k: np.broadcast_to(v, (1, 4000, *np.shape(v))) for k, v in at.items()}
-    )
+    draws = {k: np.broadcast_to(v, (1, 4000, *np.shape(v))) for k, v in at.items()}
+    idata = from_groups({"posterior": draws})
     in_units(idata, linear.parts, linear.coder, linear.elements)
     new = linear.predict(idata, tables()["oslo"])  # wards of a new silo
     known = linear.predict(idata, tables()["oslo"], silo="oslo")

@@ -19,7 +19,7 @@ from numpyro.infer.util import log_likelihood
 from small_models import INTERCEPTS_CALLS, intercepts, intercepts_silos, scale_model, scale_silos
 
 import numpyro_fed as fed
-from numpyro_fed._arviz import import_arviz
+from numpyro_fed._arviz import groups_of, import_arviz
 
 SILOS = scale_silos()
 LOCAL = intercepts_silos()
@@ -351,7 +351,7 @@ def test_print_summary_counts_divergences(reference, capsys):
 def test_arviz_reads_the_run(local_run):
     az = import_arviz()
     data = az.from_numpyro(local_run)
-    assert {"posterior", "sample_stats", "log_likelihood", "observed_data"} <= set(data.groups())
+    assert {"posterior", "sample_stats", "log_likelihood", "observed_data"} <= set(groups_of(data))
     assert data.posterior["a"].shape == (2, 30, 18)
     assert {"diverging", "silo", "step_size"} <= set(data.sample_stats)
     pooled = LOCAL.pooled

@@ -21,6 +21,8 @@ import six_cities
 from numpyro.infer.util import log_likelihood
 from scipy import stats
 
+from numpyro_fed._arviz import from_groups
+
 HAVE_DATA = "NUMPYRO_FED_DATA" in os.environ
 
 
@@ -77,8 +79,9 @@ def test_six_cities_dealt_out_at_random() -> None:
 
 def test_six_cities_figure_of_silos_alone(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    draws = {name: np.exp(rng.normal(i, 1, (1, 500))) for i, name in enumerate(six_cities.GLOBALS)}
-    posteriors = {name: six_cities.az.from_dict(draws) for name in ("SFVI", "all", "one", "two")}
+    draws = {name: rng.normal(i, 1, (1, 500)) for i, name in enumerate(six_cities.GLOBALS)}
+    draws["sigma"] = np.exp(draws["sigma"])
+    posteriors = {name: from_groups({"posterior": draws}) for name in ("SFVI", "all", "one", "two")}
     six_cities.draw_alone(posteriors, tmp_path / "new" / "figure.png")
     axes = plt.gcf().axes
     plt.close("all")

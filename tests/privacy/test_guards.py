@@ -8,6 +8,7 @@ import pytest
 from numpyro.infer import MCMC
 
 import numpyro_fed as fed
+from numpyro_fed._arviz import groups_of
 from numpyro_fed.mcmc.config import LatentCoordinates
 
 Y = np.random.default_rng(0).normal(3, 1, 40)
@@ -93,7 +94,7 @@ def test_the_result_keeps_its_groups_and_saves(tmp_path):
     idata = fed.to_inference_data(
         run(fed.DSGLD(mean, step_size=1e-3, num_local_steps=2), silos), silos
     )
-    assert sorted(idata.groups()) == [
+    assert sorted(groups_of(idata)) == [
         "log_likelihood",
         "observed_data",
         "posterior",

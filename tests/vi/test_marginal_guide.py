@@ -1,6 +1,5 @@
 """Conducive rounds of latents that silos integrate out: exact for two nested plates."""
 
-import arviz as az
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from two_plates import exact_moments, nested, nested_law, nested_silos
 from vi_models import hierarchy, hierarchy_silos
 
 import numpyro_fed as fed
+from numpyro_fed._arviz import from_groups
 from numpyro_fed.engines.wire import connect
 
 
@@ -84,7 +84,7 @@ def test_a_silo_draws_its_latents_of_both_plates():
     """Means, sds, and the negative correlation of a school with its classes."""
     silos, mean, sd = nested_silos()
     draws = np.random.default_rng(0).normal(mean, sd, 20_000)
-    idata = az.from_dict({"mu": draws[None]})
+    idata = from_groups({"posterior": {"mu": draws[None]}})
     here = fed.local_latents(idata, nested, silos, num_draws=20_000).posterior
     found = np.concatenate([here[k].values.reshape(20_000, -1) for k in ("mu", "a", "b")], 1)
     pooled = silos.pooled
