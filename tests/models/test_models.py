@@ -342,7 +342,7 @@ def test_logistic_regression_quick(made_up: Path) -> None:
     )
     plt.close("all")
     assert (made_up / "figure.png").stat().st_size > 0
-    assert len(found) == 12
+    assert len(found) == 6
     errors = comparison.table["error"] - 4 * comparison.table["mcse"]
     assert errors.max() < 0.1, comparison
 
