@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
+from numpyro.infer import MCMC
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -116,10 +117,14 @@ def infer_dims(model: Callable, model_args: tuple) -> dict[str, list[str]]:
 def posterior_dataset(obj: object) -> "Dataset":
     """Return the posterior group as an xarray Dataset."""
     az = import_arviz()
-    if has_trees() and isinstance(obj, Mapping) and not is_result(obj):
+    if not has_trees():
+        data = az.convert_to_inference_data(obj)
+    elif isinstance(obj, MCMC):
+        data = az.from_numpyro(obj)
+    elif isinstance(obj, Mapping) and not is_result(obj):
         data = from_groups({"posterior": obj})  # 1.x takes groups, and not draws
     else:
-        data = (az.convert_to_datatree if has_trees() else az.convert_to_inference_data)(obj)
+        data = az.convert_to_datatree(obj)
     if "posterior" not in groups_of(data):
         raise ValueError(
             f"expected a posterior group, got the groups {groups_of(data)}; "
@@ -162,7 +167,7 @@ def pareto_smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
             return log_weight, float("inf")
     else:
         found, k = import_arviz().psislw(log_weight)
-    return found, float(k)
+    return found, float(k) if np.isfinite(k) else float("inf")
 
 
 def plot_ranks(ranks: Mapping[str, np.ndarray]) -> "Figure":
