@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from numpyro_fed._arviz import read_netcdf
 from numpyro_fed.cli.common import check_address
 from numpyro_fed.cli.model_file import load_model_file
@@ -48,7 +50,9 @@ def _draw(grid: "Grid", context: "Context") -> None:
             patience=told["patience"],
             wait=told["wait"],
             grace=min(30.0, told["wait"]),
+            waiting=lambda missing: write_whole(folder / "waiting", ", ".join(missing).encode()),
         )
+        write_whole(folder / "waiting", b"")
         fresh = not (folder / "checkpoint").exists()
         silos = connected(transport, module, fresh=fresh)
         carrier: Any = silos.carrier
@@ -100,7 +104,7 @@ def coordinate(
     """
     folder, tls = folder.resolve(), tls.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("done", "failed", "process"):
+    for name in ("done", "failed", "process", "waiting"):
         (folder / name).unlink(missing_ok=True)
     host, port = check_address("address", address)
     environment = {**os.environ, **QUIET, "FLWR_HOME": str(folder / "flower")}
@@ -143,12 +147,16 @@ def coordinate(
 
 
 def _report(link: subprocess.Popen, folder: Path) -> str:
-    """Wait for the end of the run, and return its text."""
+    """Wait for the end of the run, and return its text; say whom it waits for."""
+    place, said = folder / "waiting", None
     while not (folder / "done").exists():
         if (folder / "failed").exists():
             raise RuntimeError(
                 (folder / "failed").read_text() + f" (the whole error is in {folder / 'error.log'})"
             )
+        if place.exists() and (missing := place.read_text()) != said:
+            click.echo(f"waiting for {missing}" if missing else "all silos are here", err=True)
+            said = missing
         if link.poll() is not None or _is_gone(folder / "process"):
             raise RuntimeError(
                 f"SuperLink, or the run in it, ended without a result; see {folder / 'link.log'}"

@@ -8,10 +8,13 @@ import jax
 
 from numpyro_fed._typing import Facts
 from numpyro_fed.cli.model_file import public_of
+from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.engines.wire import Transport, connect
+from numpyro_fed.front.steps import has_converged, weighed
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.results.check import check
+from numpyro_fed.results.diagnose import diagnose
 from numpyro_fed.results.inference_data import to_inference_data
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.svi import TOL
@@ -62,7 +65,12 @@ def posterior(
             checkpoint=checkpoint,
         )
         mcmc.run(key, silos)
-        return to_inference_data(mcmc, silos), str(mcmc.sampler.ledger(mcmc.last_state))
+        idata, cost = to_inference_data(mcmc, silos), str(mcmc.sampler.ledger(mcmc.last_state))
+        if isinstance(kernel, NetworkKernel):
+            return idata, cost
+        judged = diagnose(mcmc)
+        idata.posterior.attrs |= {"report": judged.summary(), "verdict": judged.verdict}
+        return idata, f"{judged.summary()}\n{cost}"
     conducive, (key_rounds, key_draws) = svi.algorithm == "conducive", jax.random.split(key)
     result = svi.run(
         key_rounds,
@@ -77,11 +85,14 @@ def posterior(
     if result.stopped is not None:
         raise RuntimeError(f"{result.stopped}; started again with the same folder, the run goes on")
     num_draws = told["chains"] * told["samples"]
-    idata = to_inference_data(
-        svi, result, silos, num_draws=num_draws, rng_key=key_draws, resample=conducive
-    )
-    lines, k = [f"{len(result.losses)} rounds"], idata.posterior.attrs.get("pareto_k")
-    lines[0] += "" if k is None else f"; Pareto's k of the draws {k:.2f}"
+    lines = [f"{len(result.losses)} rounds"]
+    if conducive:
+        found = weighed(svi, result, silos, num_draws, key_draws)
+        idata, report = found.idata, f"{found.words}. Checks: {found.verdict}{found.mend}"
+        idata.posterior.attrs |= {"report": report, "verdict": found.verdict}
+        lines[0] += f"{'' if has_converged(result) else ', which have not converged'}; {report}"
+    else:
+        idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key_draws)
     lines += [str(result.privacy)] if result.privacy is not None else []
     lines.append(str(result.ledger))
     if told.get("check", False):

@@ -128,6 +128,7 @@ class Flower:
     :param grace: time in which a node has to tell its name, in seconds, also if another node claims
         the same name.
     :param poll: longest time between two looks for replies, in seconds.
+    :param waiting: called with the names of silos that are not there yet, whenever these change.
     :raises TimeoutError: naming the silos that did not appear.
     :raises ValueError: for a silo that is not among ``names``, and two nodes with one name.
     """
@@ -142,6 +143,7 @@ class Flower:
         wait: float = 120.0,
         grace: float = 30.0,
         poll: float = 0.1,
+        waiting: Callable[[list[str]], object] | None = None,
     ) -> None:
         self.grid, self.names = grid, tuple(names)
         if len(set(self.names)) < len(self.names) or not self.names:
@@ -150,7 +152,7 @@ class Flower:
         #: Reasons for which silos did not answer in the last exchange, by name.
         self.reasons: dict[str, str] = {}
         self.registry = Registry(grid, self.names, grace)
-        self.registry.find(wait, poll)
+        self.registry.find(wait, poll, waiting)
 
     def exchange(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
         """Send one message to each silo in ``messages``, and return the replies that came in time.

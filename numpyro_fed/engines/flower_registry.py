@@ -6,7 +6,7 @@ name, unless other nodes have one.
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -67,18 +67,25 @@ class Registry:
         self._silent: dict[int, float] = {}  # nodes without an answer: time of the next question
         self._looked = -_LOOK
 
-    def find(self, wait: float, poll: float) -> None:
+    def find(
+        self, wait: float, poll: float, waiting: Callable[[list[str]], object] | None = None
+    ) -> None:
         """Wait for all silos.
+
+        :param waiting: called with the names of silos that are not there yet, when these change.
 
         :raises TimeoutError: naming those that did not appear.
         :raises ValueError: for a silo that is not among ``names``, and two nodes with one name.
         """
-        end = time.monotonic() + wait
+        end, told = time.monotonic() + wait, None
         while len(self.nodes) < len(self.names) or not {n for n, _ in self._asked.values()} <= set(
             self._silent
         ):
             moved = self.look()
             missing = [name for name in self.names if name not in self.nodes]
+            if waiting is not None and missing != told:
+                waiting(missing)
+                told = missing
             if self.strangers:
                 strange = sorted(set(self.strangers.values()))
                 which = f", of which {missing} are missing" * bool(missing)

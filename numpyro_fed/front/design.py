@@ -128,6 +128,7 @@ def clean(
     for name in names:
         told = _known(words, name)
         if name in holes and name not in table:
+            _check_never_measured(table, name, words, silo)
             table = table.assign(**{name: np.nan})
         values = column(table, name, silo)
         if told.kind == "levels":
@@ -147,6 +148,19 @@ def clean(
             )
         out[name] = values.reset_index(drop=True)
     return pd.DataFrame(out, index=range(len(table)))
+
+
+def _check_never_measured(table: pd.DataFrame, name: str, words: Dictionary, silo: str) -> None:
+    """Raise where a column that a table lacks is there by another name, or was described."""
+    near = [c for c in table if str(c).strip().casefold() == name.strip().casefold()]
+    described = words.silos.get(silo, {}).get(name)
+    rows = 0 if described is None else described.rows
+    if near or rows:
+        which = f"has {near[0]!r}" if near else f"had it in {rows} rows when described"
+        raise ValueError(
+            f"silo {silo!r}: no column {name!r}, but it {which}; expected the column, or a silo "
+            f"that has never measured it; there are {sorted(map(str, table.columns))}"
+        )
 
 
 def _number(words: Dictionary, name: str) -> Column:

@@ -94,7 +94,8 @@ class Dictionary:
                 }
             except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
                 raise ValueError(
-                    f"{str(path)!r}: expected a file of Dictionary.save, got {error!r}"
+                    f"{str(Path(path).absolute())!r}: expected a file of Dictionary.save, got "
+                    f"{error!r}; in a model file, name files by Path(__file__).parent"
                 ) from error
             if twice := silos.keys() & read.keys():
                 raise ValueError(f"{str(path)!r}: silo {min(twice)!r} is in another file, too")

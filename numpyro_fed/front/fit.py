@@ -14,11 +14,18 @@ from jax.stages import Lowered
 from numpyro_fed.data.checks import check_key
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
-from numpyro_fed.front.steps import Found, add_ledgers, fsgld, hmc, marginal, weighed
+from numpyro_fed.front.steps import (
+    Found,
+    add_ledgers,
+    fsgld,
+    has_converged,
+    hmc,
+    marginal,
+    weighed,
+)
 from numpyro_fed.results.vi_inference_data import check_num_draws
 from numpyro_fed.results.weighing import prepare_draws
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.surrogates.natural_step import CONVERGED
 from numpyro_fed.vi.conducive.checks import JointUnits
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
 from numpyro_fed.vi.result import VIResult
@@ -145,11 +152,11 @@ def _by_rounds(
         ledger = result.ledger.of_each(silos.names)
         partition = svi.setup(silos).partition()
         result = replace(result, ledger=ledger, partition=partition)
-    words, converged = _of_rounds(result)
+    words = _of_rounds(result)
     if method == "fsgld":
         found = fsgld(model, result, silos, num_draws, key_chains, progress_bar)
         return _reported(found, f"{words}; ", progress_bar)
-    last = partial(weighed, svi, result, silos, num_draws, key_draws, converged)
+    last = partial(weighed, svi, result, silos, num_draws, key_draws)
     if method == "vi" or isinstance(silos, MixedSilos):
         return _reported(last(), f"{words}; ", progress_bar)
     with warnings.catch_warnings():  # the report says so
@@ -230,13 +237,12 @@ def _settable(model: Callable, silos: Silos | MixedSilos) -> tuple[ConduciveSFVI
     return svi, 0
 
 
-def _of_rounds(result: VIResult) -> tuple[str, bool]:
+def _of_rounds(result: VIResult) -> str:
     moved = float(result.state.server.moved)
     names, up = result.ledger.silos, sum(result.ledger.bytes_up) / 1e3
-    how = "converged" if moved <= CONVERGED else "has not converged"
+    how = "converged" if has_converged(result) else "has not converged"
     return (
         f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(names)} "
         f"silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up in all "
-        f"(it moved by {moved:.2g} sds in the last; bound {-result.losses[-1]:.2f})",
-        moved <= CONVERGED,
+        f"(it moved by {moved:.2g} sds in the last; bound {-result.losses[-1]:.2f})"
     )

@@ -94,7 +94,15 @@ class GLMM:
 
         :param options: of :func:`numpyro_fed.fit`.
         """
-        idata = fit(self.model, self.silos, rng_key=rng_key, **options)
+        return self.in_units(fit(self.model, self.silos, rng_key=rng_key, **options))
+
+    def in_units(self, idata: "InferenceData") -> "InferenceData":
+        """Add effects in the columns' own units, as :meth:`fit` does, to a fit of :attr:`model`.
+
+        A posterior of remote silos gets no effects of elements, which stay there.
+
+        :param idata: a posterior of the model, which is changed.
+        """
         return in_units(idata, self.parts, self.coder, self.elements)
 
     def predict(
@@ -112,7 +120,7 @@ class GLMM:
         ``(m.predict(idata, t.assign(sex="M")) - m.predict(idata, t.assign(sex="F"))).mean("row")``,
         with one ``rng_key``.
 
-        :param idata: the result of :meth:`fit`.
+        :param idata: the result of :meth:`fit` or :meth:`in_units`.
         :param table: a table without missing values, or the path of a file, as for :func:`glmm`.
         :param silo: the silo whose rows they are.
         :param rng_key: seed of new effects; ``jax.random.key(0)`` by default.

@@ -29,12 +29,15 @@ def expected(
     from xarray import DataArray
 
     post = getattr(idata, "posterior", None)
-    if post is None or (parts.slopes and "slopes" not in post):
-        raise ValueError(f"expected the result of GLMM.fit, got {type(idata).__name__}")
-    if lacking := [part.name for part in parts.groups if f"{part.name}_effect" not in post]:
+    if post is None or (parts.slopes and "b" not in post):
         raise ValueError(
-            f"group {lacking[0]!r}: expected the posterior of GLMM.fit, with its effects; those of "
-            "remote silos stay there"
+            f"expected the result of GLMM.fit, or of GLMM.in_units, got {type(idata).__name__}"
+        )
+    lacking = [part.name for part in parts.groups if f"{part.name}_effect" not in post]
+    if lacking and silo != "new":
+        raise ValueError(
+            f'group {lacking[0]!r}: expected silo="new", as effects of its elements stay in '
+            f"remote silos; got {silo!r}"
         )
     rows = coder.arguments(table, silo, outcome=False)[0]
     for hole in parts.holes:
@@ -71,11 +74,14 @@ def _effects(
     """Return each row's sum of a group's effects: of known elements, or newly drawn ones."""
     own = element_names(table, group, silo, part.name in coder.crossing)
     names, codes = np.unique(own, return_inverse=True)
-    effect = post[f"{part.name}_effect"]
-    draws = effect.to_numpy().reshape(*effect.shape[:2], effect.shape[2], -1)
-    known = {str(name): i for i, name in enumerate(post[f"{part.name}_element"].to_numpy())}
+    sd = post[f"{part.name}_sd"].to_numpy()
+    sd = sd.reshape(*sd.shape[:2], -1)
+    known, draws = {}, np.zeros((*sd.shape[:2], 0, sd.shape[-1]))
+    if f"{part.name}_effect" in post:
+        effect = post[f"{part.name}_effect"].to_numpy()
+        draws = effect.reshape(*effect.shape[:3], -1)
+        known = {str(name): i for i, name in enumerate(post[f"{part.name}_element"].to_numpy())}
     place = [known.get(str(name)) for name in names]
-    sd = post[f"{part.name}_sd"].to_numpy().reshape(*effect.shape[:2], -1)
     new = np.asarray(jax.random.normal(key, (*sd.shape[:2], len(names), sd.shape[-1])))
     if f"root_{part.name}" in post:
         new = new @ np.swapaxes(post[f"root_{part.name}"].to_numpy(), -1, -2)

@@ -20,6 +20,7 @@ from numpyro_fed.results.diagnose import Diagnosis, diagnose
 from numpyro_fed.results.inference_data import to_inference_data
 from numpyro_fed.rounds.federated import Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.surrogates.natural_step import CONVERGED
 from numpyro_fed.vi.importance import POOR
 from numpyro_fed.vi.result import VIResult
 from numpyro_fed.vi.svi import ConduciveSFVI
@@ -61,9 +62,8 @@ def weighed(
     silos: Silos | MixedSilos,
     num_draws: int,
     key: Array,
-    converged: bool,
 ) -> Found:
-    """Return weighted draws."""
+    """Return weighted draws from the end of conducive rounds."""
     idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key, resample=True)
     attrs = idata.posterior.attrs
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
@@ -80,13 +80,18 @@ def weighed(
     visited = json.loads(attrs.get("remote", "[]"))
     if visited:
         words += f"; none for the candidates of {', '.join(visited)}, which stay in the silos"
-    if converged and max(k, unit) <= POOR:
+    if has_converged(result) and max(k, unit) <= POOR:
         return Found(idata, words, "sound", "")
     mend = (
         ". Expected k <= 0.7 and rounds that converge: "
         'take method="fsgld", or reparameterize the model'
     )
     return Found(idata, words, "unsound", mend)
+
+
+def has_converged(result: VIResult) -> bool:
+    """Return True if q has come to rest in conducive rounds."""
+    return float(result.state.server.moved) <= CONVERGED
 
 
 def fsgld(

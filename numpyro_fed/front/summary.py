@@ -38,7 +38,7 @@ def in_units(
     elif parts.intercept:
         post["Intercept"] = post["intercept"]
     for group in parts.groups:
-        names = coder.crossing.get(group.name) or elements[group.name]
+        names = coder.crossing.get(group.name) or elements.get(group.name, ())
         post = _group(post, group, names, parts.correlated)
     set_group(idata, "posterior", post)
     return idata
@@ -50,16 +50,20 @@ def _group(
     """Add a group's sds, the effects of its elements, and the correlations."""
     name, draws = group.name, ("chain", "draw")
     element, column = f"{name}_element", f"{name}_column"
-    z, sd = post[f"z_{name}"].to_numpy(), post[f"sd_{name}"].to_numpy()
-    post = post.assign_coords({element: list(elements)})
+    sd = post[f"sd_{name}"].to_numpy()
+    z = post[f"z_{name}"].to_numpy() if f"z_{name}" in post else None  # remote silos keep them
+    if z is not None:
+        post = post.assign_coords({element: list(elements)})
     if len(group.effects) == 1:
         post[f"{name}_sd"] = (draws, sd)
-        post[f"{name}_effect"] = ((*draws, element), z * sd[..., None])
+        if z is not None:
+            post[f"{name}_effect"] = ((*draws, element), z * sd[..., None])
         return post
     post[f"{name}_sd"] = ((*draws, column), sd)
     together = post[f"root_{name}"].to_numpy() if correlated else np.eye(len(group.effects))
-    effect = np.einsum("cdek,cdjk->cdej", z, sd[..., :, None] * together)
-    post[f"{name}_effect"] = ((*draws, element, column), effect)
+    if z is not None:
+        effect = np.einsum("cdek,cdjk->cdej", z, sd[..., :, None] * together)
+        post[f"{name}_effect"] = ((*draws, element, column), effect)
     post = post.assign_coords({column: ["Intercept" if e == "1" else e for e in group.effects]})
     if correlated:
         other = f"{column}_2"

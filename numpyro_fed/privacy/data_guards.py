@@ -69,14 +69,14 @@ class Guards:
             if self.min_rows is not None and n < self.min_rows:
                 raise ValueError(
                     f"guard min_rows: silo {name!r} has {n} rows of {group!r}; expected at least "
-                    f"{self.min_rows}"
+                    f"{self.min_rows} (--min-rows)"
                 )
             if self.max_parameters_per_row is not None and dim > self.max_parameters_per_row * n:
                 raise ValueError(
                     f"guard max_parameters_per_row: the model has {dim} global parameters for {n} "
                     f"rows of {group!r} "
                     f"in silo {name!r}; expected at most {self.max_parameters_per_row:g} a row, "
-                    f"{math.floor(self.max_parameters_per_row * n)}"
+                    f"{math.floor(self.max_parameters_per_row * n)} (--max-parameters)"
                 )
         if self.min_level_rows is not None:
             for leaf, x in silos.rows.items():

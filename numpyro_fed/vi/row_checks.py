@@ -252,6 +252,8 @@ def row_numbers(
         without_silo, _ = smoothed(-np.asarray(of_silo, np.float64))
         above = without_silo @ np.where(ties, 0.5, drawn > observed)
         unknown = np.isnan(observed) | np.isnan(drawn).any(0)
+        if (y != np.round(y)).any():  # a continuous outcome has a zero by chance
+            unknown |= (drawn == 0).all(0)
         tails = np.stack([observed, np.where(unknown, np.nan, above)], 1)
     found = np.concatenate([of_density, groups.ravel(), tails.ravel()])
     return found.astype(jnp.result_type(float))

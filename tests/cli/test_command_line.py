@@ -699,6 +699,9 @@ def test_a_variational_fit_through_the_proxy(study):
         module.svi, result, remote, num_draws=num_draws, rng_key=key_draws, resample=True
     )
     there = az.from_netcdf(study / "fit.nc")
+    assert there.posterior.attrs["verdict"] == "sound"
+    assert "waiting for" in log
+    assert "all silos are here" in log
     np.testing.assert_array_equal(there.posterior["beta"], here.posterior["beta"])
     assert str(fed.check(here, module.model, remote)) in (study / "check.log").read_text()
     assert (study / "proxy-access.log").read_text().count("/v1/fleet/") > 20

@@ -357,6 +357,30 @@ def with_holes():
     return {**out, "bern": out["bern"].drop(columns="dose")}  # never measured there
 
 
+def test_a_column_of_another_name_is_not_one_that_was_never_measured():
+    oslo = with_holes()["oslo"]
+    renamed = {**with_holes(), "oslo": oslo.rename(columns={"dose": "Dose "})}
+    with pytest.raises(ValueError, match=r"silo 'oslo': no column 'dose', but it has 'Dose '"):
+        fed.glmm("real ~ age + dose", renamed, impute={"dose": "age"})
+    m = fed.glmm("real ~ age + dose", with_holes(), impute={"dose": "age"})
+    with pytest.raises(ValueError, match=r"no column 'dose', but it had it in \d+ rows"):
+        m.arguments(oslo.drop(columns="dose"), "oslo")
+
+
+def test_a_posterior_of_remote_silos_has_units_and_predicts_new_silos():
+    m = fed.glmm("real ~ age + (1 | ward)", tables())
+    at = {k: np.asarray(v)[None, None] for k, v in params_of(m).items()}
+    here = m.in_units(from_groups({"posterior": at}))
+    far = m.in_units(from_groups({"posterior": {k: v for k, v in at.items() if k != "z_ward"}}))
+    for name in ("b", "Intercept", "ward_sd"):
+        np.testing.assert_array_equal(far.posterior[name], here.posterior[name])
+    assert "ward_effect" not in far.posterior
+    new = tables()["oslo"].assign(ward="another")
+    np.testing.assert_array_equal(m.predict(far, new), m.predict(here, new))
+    with pytest.raises(ValueError, match=r"group 'ward': expected silo=\"new\""):
+        m.predict(far, new, silo="oslo")
+
+
 def test_a_hole_of_numbers_is_a_latent_of_its_row():
     m = fed.glmm("real ~ age * dose", with_holes(), impute={"dose": "age"})
     at, rows = params_of(m), {k: np.asarray(v, float) for k, v in m.silos.pooled.items()}

@@ -124,6 +124,15 @@ def test_what_leaves_a_silo_is_41_numbers():
     np.testing.assert_array_equal(found, masked)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_zero_is_no_finding_among_outcomes_that_are_not_whole(whole):
+    y = np.round(np.linspace(0, 9, 50)) if whole else np.linspace(0, 9, 50)
+    density, drawn = np.zeros((100, 50)), np.tile([4.5, 2.6, 0.0], (100, 1))
+    own = np.array([y.mean(), y.std(), np.mean(y == 0)])
+    found = row_numbers(density.sum(1), density, density, drawn, y, np.ones(50, bool), own)
+    assert found[-1] == 0.0 if whole else np.isnan(found[-1])
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(("shift", "seen"), [(0.0, False), (4.0, True)])
 def test_an_outlier_is_seen_and_the_control_is_not(shift, seen):
