@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+from tqdm.auto import tqdm
 
 from numpyro_fed._arviz import posterior_dataset
 from numpyro_fed.data.mixed import MixedSilos
@@ -69,6 +70,12 @@ class SiloCheck:
         lines = [self.table.to_string(float_format=lambda x: f"{x:.2f}")]
         total = self.table["elpd"].sum()
         lines.append(f"Leave one silo out: elpd {total:.2f} in all")
+        failed = self.table.index[(self.table["pareto_k"] > POOR) & (self.table["how"] != "refit")]
+        if len(failed):
+            lines.append(
+                f"Not to be trusted, with weights that fail (k above .7): {', '.join(failed)}; "
+                "remote silos are not left out by a refit"
+            )
         if self.rows is not None:
             lines += self.rows.lines()
         if self.log_evidence is not None:
@@ -82,11 +89,12 @@ class SiloCheck:
         import matplotlib.pyplot as plt
 
         shifts, places = self.shifts, np.arange(len(self.shifts))
-        size = (8, 1 + 0.25 * len(shifts))
+        named = shifts.columns[:10]  # as many as matplotlib has colors
+        size = (8, max(1 + 0.25 * len(shifts), 0.4 + 0.2 * len(named)))
         figure, (axis, of_k) = plt.subplots(
             1, 2, figsize=size, width_ratios=(3, 1), sharey=True, layout="constrained"
         )
-        for place, name in enumerate(shifts.columns[:10]):  # as many as matplotlib has colors
+        for place, name in enumerate(named):
             axis.plot(shifts[name], places, "o", color=f"C{place}", label=name)
         axis.axvline(0, color="0.6", lw=0.8, zorder=0)
         axis.set_yticks(places, [str(x) for x in shifts.index])
@@ -107,6 +115,7 @@ def check(
     num_draws: int = 4000,
     refit: bool = True,
     rows: bool = True,
+    progress_bar: bool = True,
 ) -> SiloCheck:
     """Check a fitted model: which silo differs, which decides the result, how rows are predicted.
 
@@ -126,6 +135,7 @@ def check(
         process only.
     :param rows: whether the silos check their rows. Not for models whose latents of a silo, or
         whose rows, depend on each other; two nested plates are no such case.
+    :param progress_bar: show which silo is left out, where that takes more than two seconds.
     :raises TypeError: for silos of another type.
     :raises ValueError: for a single silo, for the posterior of another model, and for a model whose
         local latents of a silo depend on each other, where the result does not have the silos' log
@@ -168,7 +178,8 @@ def check(
     mean, sd = values.mean(0), values.std(0)
     here = refit and not isinstance(silos, RemoteSilos)
     left_out = []
-    for name, own in zip(silos.names, terms.T, strict=True):
+    each = tqdm(silos.names, "left out", disable=not progress_bar, delay=2.0)
+    for name, own in zip(each, terms.T, strict=True):
         weight, k = smoothed(-own)
         if k > POOR and here:
             density, others = _refitted(model, silos, name, num_draws, _evidence(posterior.attrs))
