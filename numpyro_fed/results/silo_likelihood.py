@@ -45,7 +45,8 @@ class JointLatentsError(ValueError):
 _CANNOT = (
     "the latents of a silo depend on each other (crossed plates, a series, missing values beside "
     "groups), so that its likelihood given the global latents is no product over elements; "
-    "expected a model without local latents, or with those of one plate's elements or of two nested plates; "
+    "expected a model without local latents, or with those of one plate's elements or of two "
+    "nested plates; "
     "for a check of silos alone, fit remote silos with AutoSiloNormal(model, local_cov='full')"
 )
 
