@@ -148,10 +148,12 @@ def test_two_nodes_with_one_name_are_refused():
 
 
 def test_silos_that_do_not_appear_are_named():
+    names, told = ["bern", "oslo", "rome"], []
     with pytest.raises(
         TimeoutError, match=r"\['bern', 'rome'\] did not appear in 0 s; there are \['oslo'\]"
     ):
-        Flower(InProcessGrid([echo("oslo")]), ["bern", "oslo", "rome"], wait=0.3)
+        Flower(InProcessGrid([echo("oslo")]), names, wait=0.3, waiting=told.append)
+    assert told == [["bern", "oslo", "rome"], ["bern", "rome"]]
 
 
 def test_a_silo_that_cannot_start_is_told_by_the_type_of_its_error_alone():
