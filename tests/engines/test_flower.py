@@ -153,7 +153,7 @@ def test_silos_that_do_not_appear_are_named():
         TimeoutError, match=r"\['bern', 'rome'\] did not appear in 0 s; there are \['oslo'\]"
     ):
         Flower(InProcessGrid([echo("oslo")]), names, wait=0.3, waiting=told.append)
-    assert told == [["bern", "oslo", "rome"], ["bern", "rome"]]
+    assert told[-1] == ["bern", "rome"]
 
 
 def test_a_silo_that_cannot_start_is_told_by_the_type_of_its_error_alone():
