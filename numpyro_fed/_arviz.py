@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from xarray import Dataset
 
-_QUANTILES = (0.05, 0.95)  # of tail draws, as in 0.2x
 _STATISTICS: dict[str, tuple[str, dict[str, Any]]] = {
     "mcse_mean": ("mcse", {"method": "mean"}),
     "mcse_sd": ("mcse", {"method": "sd"}),
     "ess_bulk": ("ess", {"method": "bulk"}),
-    "ess_tail": ("ess", {"method": "tail", "prob": _QUANTILES}),
+    "ess_tail": ("ess", {"method": "tail", "prob": (0.05, 0.95)}),
     "r_hat": ("rhat", {"method": "rank"}),
 }
 
@@ -71,12 +70,12 @@ def set_group(idata: "InferenceData", name: str, data: "Dataset") -> None:
         idata.add_groups({name: data}, warn_on_custom_groups=False)
 
 
-def change_groups(idata: "InferenceData", dim: str, change: Callable) -> None:
-    """Put ``change(data)`` in the place of each group that has a dimension."""
+def assign_coords(idata: "InferenceData", dim: str, coords: Mapping[str, Any]) -> None:
+    """Assign coordinates in each group that has a dimension."""
     for name in groups_of(idata):
         data = group_of(idata, name)
         if dim in data.dims:
-            set_group(idata, name, change(data))
+            set_group(idata, name, data.assign_coords(coords))
 
 
 def from_groups(groups: Mapping[str, Mapping[Any, Any] | None], **options: Any) -> "InferenceData":

@@ -14,7 +14,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # programs without lines of code, which nobody reads here, save a tenth of tracing and lowering
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 _flags = "--xla_force_host_platform_device_count=4"
-if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # later ones end at a flag unknown
+if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # later ones refuse this flag
     _flags += " --xla_cpu_use_fusion_emitters=false"
 if _flags not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}".strip()

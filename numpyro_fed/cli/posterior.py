@@ -10,7 +10,7 @@ from numpyro_fed._typing import Facts
 from numpyro_fed.cli.model_file import public_of
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.engines.wire import Transport, connect
-from numpyro_fed.front.steps import has_converged, weighed
+from numpyro_fed.front.steps import of_rounds, weighed
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.results.check import check
@@ -88,9 +88,8 @@ def posterior(
     lines = [f"{len(result.losses)} rounds"]
     if conducive:
         found = weighed(svi, result, silos, num_draws, key_draws)
-        idata, report = found.idata, f"{found.words}. Checks: {found.verdict}{found.mend}"
-        idata.posterior.attrs |= {"report": report, "verdict": found.verdict}
-        lines[0] += f"{'' if has_converged(result) else ', which have not converged'}; {report}"
+        idata = found.idata
+        lines.append(found.reported(f"{of_rounds(result)}; "))
     else:
         idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key_draws)
     lines += [str(result.privacy)] if result.privacy is not None else []

@@ -18,9 +18,9 @@ from numpyro_fed.front.steps import (
     Found,
     add_ledgers,
     fsgld,
-    has_converged,
     hmc,
     marginal,
+    of_rounds,
     weighed,
 )
 from numpyro_fed.results.vi_inference_data import check_num_draws
@@ -28,7 +28,6 @@ from numpyro_fed.results.weighing import prepare_draws
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.conducive.checks import JointUnits
 from numpyro_fed.vi.guides.auto_silo_normal import AutoSiloNormal
-from numpyro_fed.vi.result import VIResult
 from numpyro_fed.vi.svi import MOST_ROUNDS, TOL, ConduciveSFVI, conducive_for
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def _by_rounds(
         ledger = result.ledger.of_each(silos.names)
         partition = svi.setup(silos).partition()
         result = replace(result, ledger=ledger, partition=partition)
-    words = _of_rounds(result)
+    words = of_rounds(result)
     if method == "fsgld":
         found = fsgld(model, result, silos, num_draws, key_chains, progress_bar)
         return _reported(found, f"{words}; ", progress_bar)
@@ -194,9 +193,7 @@ def _check_silos(method: str, silos: Silos | MixedSilos) -> None:
 
 def _reported(found: Found, way: str, progress_bar: bool) -> "InferenceData":
     """Return the draws with a report on the way to them, and print it beside progress bars."""
-    report = f"{way}{found.words}. Checks: {found.verdict}{found.mend}"
-    report = report[0].upper() + report[1:] if way.startswith("latents") else report
-    found.idata.posterior.attrs |= {"report": report, "verdict": found.verdict}
+    report = found.reported(way[0].upper() + way[1:] if way.startswith("latents") else way)
     if progress_bar:
         print(report)
     return found.idata
@@ -235,14 +232,3 @@ def _settable(model: Callable, silos: Silos | MixedSilos) -> tuple[ConduciveSFVI
     except JointUnits as error:
         return ConduciveSFVI(model, AutoSiloNormal(model, local_cov="full")), error.size
     return svi, 0
-
-
-def _of_rounds(result: VIResult) -> str:
-    moved = float(result.state.server.moved)
-    names, up = result.ledger.silos, sum(result.ledger.bytes_up) / 1e3
-    how = "converged" if has_converged(result) else "has not converged"
-    return (
-        f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(names)} "
-        f"silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up in all "
-        f"(it moved by {moved:.2g} sds in the last; bound {-result.losses[-1]:.2f})"
-    )

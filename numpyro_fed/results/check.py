@@ -73,8 +73,8 @@ class SiloCheck:
         failed = self.table.index[(self.table["pareto_k"] > POOR) & (self.table["how"] != "refit")]
         if len(failed):
             lines.append(
-                f"Not to be trusted, with weights that fail (k above .7): {', '.join(failed)}; "
-                "remote silos are not left out by a refit"
+                f"Weights fail (Pareto's k above .7), and no refit was made, for "
+                f"{', '.join(failed)}: do not trust their lines"
             )
         if self.rows is not None:
             lines += self.rows.lines()

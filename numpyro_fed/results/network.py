@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
-from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 from numpyro.infer import MCMC, log_likelihood
 from numpyro.infer.util import transform_fn, unconstrain_fn
 
-from numpyro_fed._arviz import change_groups, from_groups, group_of, groups_of, set_group
+from numpyro_fed._arviz import assign_coords, from_groups, group_of, groups_of, set_group
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.mcmc._base import FederatedKernel
 from numpyro_fed.rounds.remote import RemoteSilos
@@ -35,15 +34,14 @@ def label_nodes(idata: "InferenceData", silos: Silos) -> None:
     nodes = np.tile(np.array(silos.names), networks)
     number = np.repeat(np.arange(networks), len(silos))
     labels = {"node": ("chain", nodes), "network": ("chain", number)}
-    change_groups(idata, "chain", methodcaller("assign_coords", labels))
+    assign_coords(idata, "chain", labels)
 
 
 def take_node(idata: "InferenceData", node: str, silos: Silos) -> "InferenceData":
     """Return the chains of one node, one for each network."""
     chains = np.arange(silos.names.index(node), idata.posterior.sizes["chain"], len(silos))
     part = idata.sel(chain=chains)
-    numbers = np.arange(len(chains))
-    change_groups(part, "chain", lambda data: data.assign_coords(chain=numbers))
+    assign_coords(part, "chain", {"chain": np.arange(len(chains))})
     return part
 
 

@@ -2,12 +2,11 @@
 
 import json
 from dataclasses import asdict
-from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from numpyro_fed._arviz import change_groups
+from numpyro_fed._arviz import assign_coords
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.rounds.federated import Ledger
@@ -27,8 +26,7 @@ def silo_coords(idata: "InferenceData", factors: Factors, silos: Silos, suffix: 
         dim = plate + suffix
         silo = np.empty(sum(silos.sizes[group]), names.dtype)
         silo[np.asarray(silos.order[group])] = names[silos.silo_of_row(group)]
-        label = {f"{dim}_silo": (dim, silo)}
-        change_groups(idata, dim, methodcaller("assign_coords", label))
+        assign_coords(idata, dim, {f"{dim}_silo": (dim, silo)})
     points_to = {leaf: factors.leaves(target) for leaf, target in silos.index.items()}
     known = json.loads(idata.posterior.attrs.get("index", "{}"))
     idata.posterior.attrs["index"] = json.dumps({**known, **points_to})
