@@ -31,7 +31,7 @@ class Guards:
         >>> fed.Guards().check(silos, dim=1)
         Traceback (most recent call last):
         ...
-        ValueError: guard min_rows: silo 'oslo' has 7 rows of 'y'; expected at least 10
+        ValueError: guard min_rows: silo 'oslo' has 7 rows of 'y'; expected at least 10 (--min-rows)
     """
 
     min_rows: int | None = 10
