@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from numpyro_fed.front.dictionary import Dictionary, describe
     from numpyro_fed.front.glmm import GLMM, glmm
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DSGLD",

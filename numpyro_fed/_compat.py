@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from numpyro.infer import MCMC
 
 # options of XLA for programs of few runs: less optimization, and no MLIR on the way to LLVM. A
-# first fit takes two thirds of the time, and programs run as fast (docs/results.md)
-QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 1}
+# first fit takes two thirds of the time, and programs run as fast (docs/results.md). Options of a
+# program override the user's JAX_DISABLE_MOST_OPTIMIZATIONS
+QUICKLY: dict[str, Any] = {
+    "xla_backend_optimization_level": int(not jax.config.read("jax_disable_most_optimizations"))
+}
 if jax.__version_info__ < (0, 11):  # later ones refuse the option
     QUICKLY["xla_cpu_use_fusion_emitters"] = False
 # LAPACK's calls, by JAX's names of their primitives

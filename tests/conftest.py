@@ -8,14 +8,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "TF_CPP_MIN_LOG_LEVEL", "3"
 )  # XLA has a page of words for each program that it takes from the cache
-# four devices; less optimization and no MLIR on the way to LLVM: most of the tests' time is
-# compilation, of which this saves a third
+# four devices; hardly any optimization, no MLIR on the way to LLVM, and a program in one part in
+# place of 32: most of the tests' time is compilation, of which this saves two thirds
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # programs without lines of code, which nobody reads here, save a tenth of tracing and lowering
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 _flags = "--xla_force_host_platform_device_count=4"
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # later ones refuse this flag
-    _flags += " --xla_cpu_use_fusion_emitters=false"
+    _flags += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 if _flags not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}".strip()
 
