@@ -88,6 +88,11 @@ def serve(
                 since = None
                 _answer(app, connection, {"name": name, **config}, poll)
         except ConnectionError as error:
+            if "Server error '50" in str(error):
+                raise ConnectionError(
+                    "no coordinator is behind the proxy: it was not started, or its study is over "
+                    f"({error})"
+                ) from error
             if _NOT_IN not in str(error):
                 raise
             since = since or time.monotonic()

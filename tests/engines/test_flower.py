@@ -355,6 +355,20 @@ def test_a_node_stays_when_the_server_is_started_anew(tmp_path, monkeypatch):
     assert "send-node-heartbeat" in asked
 
 
+def test_a_proxy_without_a_coordinator_is_spoken_of(tmp_path, monkeypatch):
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+
+    def answer(client, *, path, request, **_):
+        httpx.Response(502, request=httpx.Request("POST", "https://there")).raise_for_status()
+
+    monkeypatch.setattr(FleetHttpClient, "_unary_unary", answer)
+    tls, key = make_certificates(tmp_path / "tls"), make_key(tmp_path / "oslo.key")
+    with pytest.raises(ConnectionError, match=r"(?s)its study is over .*502 Bad Gateway"):
+        flower_node.serve(
+            echo("oslo"), "127.0.0.1:1", "oslo", ca=tls / "ca.crt", key=key, give_up=0.1
+        )
+
+
 def test_a_message_for_another_silo_is_not_answered():
     _, transport = up()
     transport.registry.nodes["oslo"], transport.registry.nodes["rome"] = (
