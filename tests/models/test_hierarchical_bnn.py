@@ -192,7 +192,7 @@ def write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "mnist").mkdir()
     for seed, (part, count) in enumerate((("train", 6000), ("t10k", 2000))):
         rows = made_up(count, seed, 784)
-        pixels = np.clip(60 + 11 * rows["x"], 0, 255).astype(np.uint8)
+        pixels = np.clip(60 + 30 * rows["x"], 0, 255).astype(np.uint8)
         for kind, header, values in (
             ("images-idx3", 16, pixels),
             ("labels-idx1", 8, rows["y"].astype(np.uint8)),
