@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from numpyro.infer import MCMC
 
 # options of XLA for programs of few runs: less optimization, and no MLIR on the way to LLVM. A
-# first fit takes two thirds of the time, and programs run as fast (docs/results.md). They override
-# JAX_DISABLE_MOST_OPTIMIZATIONS, hence its level, 0, where the user sets it
+# first fit takes two thirds of the time, and programs run as fast (docs/results.md). XLA
+# prefers a program's options to JAX_DISABLE_MOST_OPTIMIZATIONS. Where that is set, its level is 0
 QUICKLY: dict[str, Any] = {
     "xla_backend_optimization_level": int(not jax.config.read("jax_disable_most_optimizations"))
 }

@@ -8,8 +8,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "TF_CPP_MIN_LOG_LEVEL", "3"
 )  # XLA has a page of words for each program that it takes from the cache
-# four devices; hardly any optimization, no MLIR on the way to LLVM, and a program in one part in
-# place of 32: most of the tests' time is compilation, of which this saves two thirds
+# most of the tests' time is compilation: hardly any optimization, and below no MLIR on the way to
+# LLVM, and programs in one part, not 32
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # programs without lines of code, which nobody reads here, save a tenth of tracing and lowering
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")

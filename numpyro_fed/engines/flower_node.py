@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 # the key is not registered, or the server still counts on a former process of the node
 _NOT_IN = "[code: 2004]"
+_NO_SERVER = (502, 503, 504)  # of a proxy that has no server to pass messages to
 # seconds that this may last, and seconds between attempts
 _EXPIRES, _AGAIN = 150.0, 5.0
 # seconds between heartbeats, the fewest that the server allows: it misses a dead process after two
@@ -88,7 +89,7 @@ def serve(
                 since = None
                 _answer(app, connection, {"name": name, **config}, poll)
         except ConnectionError as error:
-            if "Server error '50" in str(error):
+            if any(f"Server error '{code}" in str(error) for code in _NO_SERVER):
                 raise ConnectionError(
                     "no coordinator is behind the proxy: it was not started, or its study is over "
                     f"({error})"

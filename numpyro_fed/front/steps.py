@@ -56,9 +56,9 @@ class Found(NamedTuple):
     mend: str
 
     def reported(self, way: str) -> str:
-        """Return a report on the way to the draws, which is written beside them with the verdict.
+        """Write a report and the verdict into the draws' attributes; return the report.
 
-        :param way: what came before the step.
+        :param way: text on the steps before this one.
         """
         report = f"{way}{self.words}. Checks: {self.verdict}{self.mend}"
         self.idata.posterior.attrs |= {"report": report, "verdict": self.verdict}
@@ -89,7 +89,7 @@ def weighed(
     visited = json.loads(attrs.get("remote", "[]"))
     if visited:
         words += f"; none for the candidates of {', '.join(visited)}, which stay in the silos"
-    if float(result.state.server.moved) <= CONVERGED and max(k, unit) <= POOR:
+    if _has_converged(result) and max(k, unit) <= POOR:
         return Found(idata, words, "sound", "")
     mend = (
         ". Expected k <= 0.7 and rounds that converge: "
@@ -98,11 +98,16 @@ def weighed(
     return Found(idata, words, "unsound", mend)
 
 
+def _has_converged(result: VIResult) -> bool:
+    """Return whether q(theta) has come to rest in conducive rounds."""
+    return float(result.state.server.moved) <= CONVERGED
+
+
 def of_rounds(result: VIResult) -> str:
-    """Return a text on conducive rounds."""
+    """Return a text on conducive rounds: how many, what silos sent, and whether they converged."""
     moved = float(result.state.server.moved)
     names, up = result.ledger.silos, sum(result.ledger.bytes_up) / 1e3
-    how = "converged" if moved <= CONVERGED else "has not converged"
+    how = "converged" if _has_converged(result) else "has not converged"
     return (
         f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(names)} "
         f"silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up in all "

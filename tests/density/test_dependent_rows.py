@@ -1,4 +1,4 @@
-"""Models whose rows depend on each other within a silo: risk sets and Gaussian processes."""
+"""Models whose rows depend on each other within a silo, as in risk sets."""
 
 from functools import partial
 
@@ -179,32 +179,3 @@ def test_over_a_wire_as_at_hand(tmp_path):
     here, there = run(silos), run(connect(Fits(silos, make(), tmp_path, make), cox, fit=make()))
     for name, value in here.items():
         np.testing.assert_allclose(there[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-def gaussian_process(t, y, stratum):
-    """Have a Gaussian process in each silo, row by row given the rows before it."""
-    scale = numpyro.sample("scale", dist.LogNormal(0, 0.5))
-    kernel = jnp.exp(-0.5 * ((t - t[:, None]) / scale) ** 2) * (stratum == stratum[:, None])
-    root = jnp.linalg.cholesky(kernel + 0.1 * jnp.eye(len(t)))
-    standardized = jax.scipy.linalg.solve_triangular(root, y, lower=True)
-    with fed.silo_plate("times", t.shape[0]):
-        numpyro.factor("y", dist.Normal(0, 1).log_prob(standardized) - jnp.log(jnp.diagonal(root)))
-
-
-@pytest.mark.ci
-def test_a_causal_likelihood_needs_no_word():
-    """Padded rows come last, so terms that depend on earlier rows alone are right as they are."""
-    rng = np.random.default_rng(0)
-    silos = fed.Silos(
-        {
-            f"silo {s}": {"t": np.arange(n) / 2, "y": rng.normal(size=n), "stratum": np.full(n, s)}
-            for s, n in enumerate((6, 9))
-        }
-    )
-    factors = factorize(gaussian_process, silos)
-    kwargs, weights = SiloView(silos, jnp.asarray(0), largest(silos)).whole()
-    value = factors.log_local({"scale": 0.4}, {}, kwargs, weights)  # unconstrained
-    t, y = (np.asarray(silos["silo 0"][k], np.float64) for k in ("t", "y"))
-    cov = np.exp(-0.5 * ((t - t[:, None]) / np.exp(0.4)) ** 2) + 0.1 * np.eye(6)
-    exact = -0.5 * (y @ np.linalg.solve(cov, y) + np.linalg.slogdet(2 * np.pi * cov)[1])
-    assert float(value) == pytest.approx(exact, rel=1e-4)
