@@ -54,7 +54,8 @@ class GLMM:
     @property
     def rows(self) -> dict[str, str]:
         """The silo plate of each argument, as :class:`Silos` takes it."""
-        plates = {f"{name}_elements": name for name in self._local}
+        plates = {f"{g.name}_elements": g.name for g in self.parts.groups if g.levels is None}
+        plates |= {g.index: g.by for g in self.parts.groups if g.by}
         plates |= {"strata": "strata"} if self.parts.family == "cox" else {}
         plates |= {f"{h.name}_holes": f"{h.name}_holes" for h in self.parts.holes if not h.levels}
         return {name: plates.get(name, "rows") for name in arguments(self.parts)}
@@ -64,11 +65,8 @@ class GLMM:
         """The arguments that hold positions, as :class:`Silos` takes them."""
         strata = {"stratum": "strata"} if self.parts.family == "cox" else {}
         holes = {f"{h.name}_hole": f"{h.name}_holes" for h in self.parts.holes if not h.levels}
-        return {name: name for name in self._local} | holes | strata
-
-    @property
-    def _local(self) -> list[str]:
-        return [g.name for g in self.parts.groups if g.levels is None]
+        groups = {g.index: g.name for g in self.parts.groups if g.levels is None}
+        return groups | holes | strata
 
     @cached_property
     def silos(self) -> Silos:

@@ -79,9 +79,8 @@ def _group(
         common = prior(group.name, 0.0, wide)[1]
         scales = [common * s / scales[0] for s in scales]
     crossing = coder.crossing.get(group.name)
-    return GroupPart(
-        group.name, tuple(effects), tuple(scales), None if crossing is None else len(crossing)
-    )
+    levels = None if crossing is None else len(crossing)
+    return GroupPart(group.name, tuple(effects), tuple(scales), levels, coder.by(group))
 
 
 def _pair(name: str, value: object) -> tuple[float, float]:

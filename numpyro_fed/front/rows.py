@@ -12,6 +12,7 @@ from numpyro_fed.front.dictionary import Dictionary
 from numpyro_fed.front.families import FAMILIES, check_outcome
 from numpyro_fed.front.formula import Formula, Group, python_name
 from numpyro_fed.front.holes import Hole
+from numpyro_fed.front.source import index_name
 from numpyro_fed.front.tables import as_text, column, numbers
 
 
@@ -46,6 +47,21 @@ class Coder:
     def labels(self) -> list[str]:
         """Names of the coefficients, smooths' lines last."""
         return [*self.common.labels, *(f"s({name})" for name in self.formula.smooths)]
+
+    def by(self, group: Group) -> str | None:
+        """Return the group whose elements each lie in one of this group's, or ``None``.
+
+        Of wards in hospitals in countries, it is hospitals for countries.
+        """
+        inside = [g for g in self.formula.groups if self._lies_in(g, group)]
+        depths = [sum(self._lies_in(g, other) for other in inside) for g in inside]
+        return inside[depths.index(min(depths))].name if inside else None
+
+    def _lies_in(self, inner: Group, outer: Group) -> bool:
+        """Return whether an element of a group names one of another, or its silo."""
+        cross = {inner.name, outer.name} & self.crossing.keys()
+        named = {*outer.factor} < {*inner.factor} or outer.factor == ("silo",) != inner.factor
+        return not cross and named
 
     def arguments(
         self, table: pd.DataFrame, silo: str, outcome: bool = True
@@ -169,8 +185,13 @@ class Coder:
             made[name] = np.array([known[label] for label in labels], np.int32)
         else:
             _, first, codes = np.unique(labels, return_index=True, return_inverse=True)
-            made[name] = codes.astype(np.int32)
             made[f"{name}_elements"] = np.arange(len(first), dtype=np.int32)
+            if self.by(group) is None:
+                made[name] = codes.astype(np.int32)
+            for outer in self.formula.groups:
+                if self.by(outer) == name:
+                    of = np.unique(group_labels(table, outer, silo), return_inverse=True)[1][first]
+                    made[index_name(outer.name, name)] = of.astype(np.int32)
         if group.rhs != "1":
             design = self.columns[name]
             x, _ = design.columns(rows)

@@ -16,12 +16,19 @@ class GroupPart:
     :param effects: names of the columns, the first of them ``"1"`` or not.
     :param scales: prior scale of each effect's sd.
     :param levels: number of elements if they cross silos, ``None`` if each lives in one silo.
+    :param by: group whose elements each lie in one of this group's, so that they lead rows to it.
     """
 
     name: str
     effects: tuple[str, ...]
     scales: tuple[float, ...]
     levels: int | None
+    by: str | None = None
+
+    @property
+    def index(self) -> str:
+        """Name of the argument that says in which element a row, or one of ``by``, lies."""
+        return index_name(self.name, self.by)
 
     @property
     def has_columns(self) -> bool:
@@ -57,13 +64,18 @@ class Parts:
     correlated: bool
 
 
+def index_name(group: str, by: str | None) -> str:
+    """Return the name of the argument with the element of each row, or of each of ``by``."""
+    return group if by is None else f"{group}_of_{by}"
+
+
 def write(parts: Parts) -> str:
     """Return the text of a module with a function ``model``."""
     body = [*_common(parts)]
     for name, scale in parts.smooths.items():
         body += _smooth(name, scale)
     for group in parts.groups:
-        body += _group(group, parts.correlated)
+        body += _group(group, parts)
     body += [f'{n} = numpyro.sample("{n}", {prior})' for n, prior in parts.parameters.items()]
     inside: list[str] = []
     for hole in parts.holes:
@@ -102,7 +114,7 @@ def arguments(parts: Parts) -> list[str]:
     """Return the model's arguments, all of them rows; the outcome is last."""
     names = ["x", *parts.smooths]
     for group in parts.groups:
-        names += [group.name]
+        names += [group.index]
         names += [] if group.levels else [f"{group.name}_elements"]
         names += [f"{group.name}_columns"] if group.has_columns else []
     for hole in parts.holes:
@@ -142,13 +154,19 @@ def _smooth(name: str, scale: float) -> list[str]:
     ]
 
 
-def _group(group: GroupPart, correlated: bool) -> list[str]:
+def _element(group: GroupPart, groups: Sequence[GroupPart]) -> str:
+    """Return the expression of each row's element."""
+    inner = [_element(g, groups) for g in groups if g.name == group.by]
+    return f"{group.index}[{inner[0]}]" if inner else group.index
+
+
+def _group(group: GroupPart, parts: Parts) -> list[str]:
     name, number = group.name, len(group.effects)
     single = number == 1
     scale = f"{_number(group.scales[0])}" if single else _array(group.scales)
     event = "" if single else ".to_event(1)"
     lines = [f'sd_{name} = numpyro.sample("sd_{name}", dist.HalfNormal({scale}){event})']
-    together = correlated and not single
+    together = parts.correlated and not single
     if together:
         lines.append(
             f'root_{name} = numpyro.sample("root_{name}", dist.LKJCholesky({number}, 1.0))'
@@ -168,7 +186,7 @@ def _group(group: GroupPart, correlated: bool) -> list[str]:
     scaled = (
         f"z_{name} @ (sd_{name}[:, None] * root_{name}).T" if together else f"sd_{name} * z_{name}"
     )
-    effects = f"({scaled})[{name}]"
+    effects = f"({scaled})[{_element(group, parts.groups)}]"
     if single and group.has_columns:
         effects = f"{name}_columns[:, 0] * {effects}"
     elif group.has_columns:

@@ -1,11 +1,12 @@
 """Models of one line over tables in silos, beside pooled NUTS on the model that is written.
 
-    NUMPYRO_FED_DATA=FOLDER python tests/benchmarks/formulas.py [--draws N] [PROBLEM ...]
+    NUMPYRO_FED_DATA=FOLDER python tests/benchmarks/formulas.py [--draws N] [--record] [PROBLEM ...]
 
 Tables are CSV files, one a silo, as a hospital has them: text columns, missing values. A row a
 problem: silos and rows; seconds to read and code the tables; seconds of the fit; its rounds, and kB
 up a silo; the verdict; of the coefficients, the largest error of a mean in sds of NUTS with its
 Monte-Carlo standard error, and the range of sd ratios; NUTS's seconds and worst R-hat.
+``--record``: for docs/results (`docs/tables.py`).
 """
 
 import argparse
@@ -23,6 +24,7 @@ import jax
 import numpy as np
 import pandas as pd
 from numpyro.infer import MCMC, NUTS
+from record import record
 from verdicts import errors
 
 import numpyro_fed as fed
@@ -55,15 +57,15 @@ PROBLEMS = {
         f"{IST} + atrial_fibrillation",
         {"family": "bernoulli", "impute": {"atrial_fibrillation": "scale(age) + sex"}},
     ),
-    "ist_smooth": Problem(
+    "ist_hospitals": Problem(
+        "federated", "ist.csv", "country", f"{IST} + (1 | silo/hospital)", {"family": "bernoulli"}
+    ),
+    "ist_line": Problem(
         "federated",
         "ist.csv",
         "country",
-        "dead_14_days ~ aspirin * heparin + s(age) + conscious + (1 | silo)",
+        "dead_14_days ~ aspirin * heparin + s(age) + (1 + scale(age) | silo/hospital)",
         {"family": "bernoulli"},
-    ),
-    "ist_hospitals": Problem(
-        "federated", "ist.csv", "country", f"{IST} + (1 | silo/hospital)", {"family": "bernoulli"}
     ),
     "opt_bmi": Problem(
         "federated",
@@ -81,6 +83,11 @@ PROBLEMS = {
     ),
 }
 
+SHOWN = (
+    "{problem:<18} {silos:3} {rows:6} {coded:5.1f} {seconds:7.1f} {rounds:6} {kb:8.1f} "
+    "{verdict:<9} {off:.3f} ± {se:.3f} {low:.3f} {high:.3f} {nuts_seconds:7.1f} {rhat:.3f}"
+)
+
 
 def tables(problem: Problem, folder: Path) -> dict[str, str]:
     """Write one CSV file a silo, and return their paths."""
@@ -94,8 +101,8 @@ def tables(problem: Problem, folder: Path) -> dict[str, str]:
     return paths
 
 
-def row(name: str, num_draws: int) -> str:
-    """Return a row of the table."""
+def row(name: str, num_draws: int) -> dict[str, Any]:
+    """Return the numbers of a problem."""
     problem = PROBLEMS[name]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -107,7 +114,6 @@ def row(name: str, num_draws: int) -> str:
         idata = m.fit(jax.random.key(0), progress_bar=False)
         took = time.perf_counter() - start
     attrs = idata.posterior.attrs
-    up = max(json.loads(attrs["bytes_up"])) / 1000
     print(f"{name}: {attrs['report']}", flush=True)
     start = time.perf_counter()
     chains: dict[str, Any] = {"num_chains": 4, "chain_method": "vectorized", "progress_bar": False}
@@ -115,16 +121,27 @@ def row(name: str, num_draws: int) -> str:
     mcmc = MCMC(nuts_kernel, num_warmup=1000, num_samples=num_draws, **chains)
     mcmc.run(jax.random.key(1), **m.silos.pooled)
     nuts = {k: np.asarray(v) for k, v in mcmc.get_samples(group_by_chain=True).items()}
-    took_nuts = time.perf_counter() - start
+    nuts_seconds = time.perf_counter() - start
     off, se, ratio, _ = errors(nuts["slopes"], idata.posterior["slopes"].to_numpy())
     worst = int(off.argmax())
     rhat = float(az.rhat(az.convert_to_dataset({"x": nuts["slopes"]}))["x"].max())
-    rounds = max(json.loads(attrs["rounds"]))
-    return (
-        f"{name:<18} {len(m.silos):3} {len(m.silos.pooled['y']):6} {coded:5.1f} {took:7.1f} "
-        f"{rounds:6} {up:8.1f} {attrs['verdict']:<9} {off[worst]:.3f} ± {se[worst]:.3f} "
-        f"{ratio.min():.3f} {ratio.max():.3f} {took_nuts:7.1f} {rhat:.3f}"
-    )
+    return {
+        "problem": name,
+        "formula": problem.formula,
+        "silos": len(m.silos),
+        "rows": len(m.silos.pooled["y"]),
+        "coded": coded,
+        "seconds": took,
+        "rounds": max(json.loads(attrs["rounds"])),
+        "kb": max(json.loads(attrs["bytes_up"])) / 1000,
+        "verdict": attrs["verdict"],
+        "off": float(off[worst]),
+        "se": float(se[worst]),
+        "low": float(ratio.min()),
+        "high": float(ratio.max()),
+        "nuts_seconds": nuts_seconds,
+        "rhat": rhat,
+    }
 
 
 def main() -> None:
@@ -132,10 +149,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("problems", nargs="*", metavar="PROBLEM")
     parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--record", action="store_true", help="write a file of docs/results")
     args = parser.parse_args()
     print(f"{jax.default_backend()}; JAX {jax.__version__}", flush=True)
+    start, found = time.time(), []
     for name in args.problems or PROBLEMS:
-        print(row(name, args.draws), flush=True)
+        found.append(row(name, args.draws))
+        print(SHOWN.format(**found[-1]), flush=True)
+    if args.record:
+        record("formulas", found, start)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import numpyro_fed as fed
 from numpyro_fed._arviz import from_groups
 from numpyro_fed.density.check import check_factorization
 from numpyro_fed.density.factorize import factorize
+from numpyro_fed.density.nested import nesting
 
 RNG = np.random.default_rng(0)
 N = 40
@@ -230,6 +231,56 @@ def test_groups_live_in_silos_or_cross_them():
     words = fed.describe(recurring, groups=["ward"])
     assert fed.glmm("real ~ 1 + (1 | ward)", recurring).parts.groups[0].levels == 3
     assert fed.glmm("real ~ 1 + (1 | ward)", recurring, words=words).parts.groups[0].levels is None
+
+
+def test_elements_inside_those_of_another_group_lead_rows_to_them():
+    wards = {
+        name: table.assign(bed=[f"{w}:{i % 2}" for i, w in enumerate(table["ward"])])
+        for name, table in tables().items()
+    }
+    m = fed.glmm("real ~ 1 + (1 | ward/bed) + (1 + age | silo)", wards)  # in any order
+    assert {g.name: g.by for g in m.parts.groups} == {
+        "ward": "ward_bed",
+        "ward_bed": None,
+        "silo": "ward",
+    }
+    assert m.index == {
+        "ward_of_ward_bed": "ward",
+        "ward_bed": "ward_bed",
+        "silo_of_ward": "silo",
+    }
+    assert m.rows["ward_of_ward_bed"] == "ward_bed"
+    assert m.rows["silo_of_ward"] == "ward"
+    rows = m.silos.pooled
+    elements = {
+        "ward": np.asarray(rows["ward_of_ward_bed"])[rows["ward_bed"]],
+        "silo": np.asarray(rows["silo_of_ward"])[rows["ward_of_ward_bed"][rows["ward_bed"]]],
+        "ward_bed": np.asarray(rows["ward_bed"]),
+    }
+    whole = pd.concat([table.assign(silo=name) for name, table in wards.items()])
+    names = {"ward": whole["ward"], "silo": whole["silo"], "ward_bed": whole["ward"] + whole["bed"]}
+    for name, of in elements.items():  # one element for each name, and one name for each element
+        pairs = set(zip(of.tolist(), names[name], strict=True))
+        assert len(pairs) == len(set(of.tolist())) == names[name].nunique()
+    # the same density as that of a pooled table with one index a row
+    at = params_of(m)
+    eta = np.full(N, float(at["intercept"]))
+    for name in ("ward", "ward_bed"):
+        eta += (at[f"sd_{name}"] * at[f"z_{name}"])[elements[name]]
+    effects = at["z_silo"] @ (at["sd_silo"][:, None] * at["root_silo"]).T
+    eta += (np.asarray(rows["silo_columns"]) * effects[elements["silo"]]).sum(1)
+    with_y = density(m.model, rows, at)
+    doubled = density(m.model, rows | {"y": 2 * np.asarray(rows["y"])}, at)
+    y = np.asarray(rows["y"], float)
+    expected = stats.norm.logpdf(2 * y, eta, at["sigma"]) - stats.norm.logpdf(y, eta, at["sigma"])
+    np.testing.assert_allclose(doubled - with_y, expected.sum(), rtol=1e-4)
+    crossing = fed.glmm("real ~ 1 + (1 | item) + (1 | silo)", tables())
+    assert [g.by for g in crossing.parts.groups] == [None, None]
+
+
+def test_nested_groups_are_nested_plates():
+    m = fed.glmm("died ~ age + (1 | silo/ward)", tables(), family="bernoulli")
+    assert nesting(factorize(m.model, m.silos)) == ("silo", "silo_ward")
 
 
 def test_a_groups_name_may_end_as_that_of_holes():
