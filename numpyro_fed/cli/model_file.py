@@ -74,6 +74,13 @@ def load_model_file(place: str | Path) -> ModuleType:
     return module
 
 
+def method_of(module: ModuleType) -> str:
+    """Return the study's method, by the name that kinds of call have for it."""
+    if module.svi is not None:
+        return "fit"
+    return "network" if isinstance(module.kernel, NetworkKernel) else "chains"
+
+
 def public_of(module: ModuleType) -> tuple[str, ...]:
     """Return the observed sites that all silos know, as the file's kernel says."""
     return () if module.kernel is None else tuple(module.kernel.options.public)

@@ -85,13 +85,12 @@ def posterior(
     if result.stopped is not None:
         raise RuntimeError(f"{result.stopped}; started again with the same folder, the run goes on")
     num_draws = told["chains"] * told["samples"]
-    lines = [f"{len(result.losses)} rounds"]
     if conducive:
         found = weighed(svi, result, silos, num_draws, key_draws)
-        idata = found.idata
-        lines.append(found.reported(f"{of_rounds(result)}; "))
+        idata, lines = found.idata, [found.reported(f"{of_rounds(result)}; ")]
     else:
         idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key_draws)
+        lines = [f"{len(result.losses)} rounds"]
     lines += [str(result.privacy)] if result.privacy is not None else []
     lines.append(str(result.ledger))
     if told.get("check", False):

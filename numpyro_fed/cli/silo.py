@@ -11,7 +11,7 @@ import numpy as np
 
 from numpyro_fed._compat import enable_compilation_cache
 from numpyro_fed.cli.common import FILE, FOLDER, added, check_address, check_name, flower_engine
-from numpyro_fed.cli.model_file import load_model_file, public_of, silo_of_file
+from numpyro_fed.cli.model_file import load_model_file, method_of, public_of, silo_of_file
 from numpyro_fed.density.check import check_own_factorization
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.privacy.data_guards import Guards
@@ -83,7 +83,10 @@ _OPTIONS = (
         "--ceiling",
         "ceilings",
         multiple=True,
-        help="KIND=N: largest number of calls of a kind that are answered; repeatable.",
+        help=(
+            "KIND=N: largest number of calls of a kind that are answered; repeatable. It is 0 for "
+            "kinds that the study's method does not ask for."
+        ),
     ),
     click.option(
         "--own-keys/--server-keys",
@@ -177,7 +180,7 @@ def opened_silo(
                 public=public_of(module),
                 fit=module.svi,
                 guards=guards,
-                ceilings=_ceilings(ceilings),
+                ceilings=_ceilings(ceilings, method_of(module)),
                 own_keys=own_keys,
             )
         # check the factorization at the silo's rows, and the fit's demands on a model
@@ -194,8 +197,9 @@ def opened_silo(
     return OpenedSilo(side, place, what_leaves(side, place, guards, allowed))
 
 
-def _ceilings(given: tuple[str, ...]) -> dict[str, int]:
-    out = {}
+def _ceilings(given: tuple[str, ...], method: str) -> dict[str, int]:
+    """Return ceilings by kind: of kinds that the study's method does not ask for, 0."""
+    out = {kind: 0 for kind, task in TASKS.items() if method not in task.methods}
     for text in given:
         kind, _, number = text.partition("=")
         if kind not in TASKS or not number.isdecimal():
@@ -235,6 +239,7 @@ def what_leaves(
         lines.append(
             f"  {kind:<14} {task.leaves}" + (f"; {task.numbers}" if task.numbers else "") + ceiling
         )
+    lines.append("All other kinds of call are refused.")
     if side.guard is not None and (privacy := side.guard.privacy) is not None:
         lines.append(
             f"With noise: epsilon {privacy.epsilon:g}, delta {privacy.delta:g}, spent after "

@@ -44,6 +44,7 @@ class NodeStartLocal(KernelTask):
     """
 
     wire_name = "NodeStartLocal"
+    methods = ("network",)
     leaves = "The silo draws its first local latents, keeps them, and sends only a zero"
     numbers = ""
     ceiling = 100_000
@@ -78,6 +79,7 @@ class NodeLocal(KernelTask):
     """
 
     wire_name = "NodeLocal"
+    methods = ("network",)
     leaves = "The silo sends the gradient of its part of the potential at its node's position"
     numbers = "d numbers in each step of each network"
     ceiling = 1_000_000

@@ -212,12 +212,13 @@ class SiloSide:
 
     @property
     def answered(self) -> tuple[str, ...]:
-        """Kinds of call that this silo answers, with its fit or without one."""
+        """Kinds of call that this silo answers: those that its ceilings and its fit allow."""
         if self.guard is not None:
             return tuple(kind for kind in TASKS if kind in self.guard.allowed)
-        return tuple(
-            kind for kind, task in TASKS.items() if self.fit is not None or not task.needs_fit
-        )
+        return tuple(kind for kind in TASKS if self._knows(kind) and self.ceilings[kind])
+
+    def _knows(self, kind: str) -> bool:
+        return kind in TASKS and (self.fit is not None or TASKS[kind].methods != ("fit",))
 
     def _hello(self, request: Values) -> Values:
         if request.get("protocol") != PROTOCOL:
@@ -395,7 +396,7 @@ class SiloSide:
         """Count a call, or raise a :class:`Refusal` if its kind has reached the ceiling."""
         assert self.worker is not None
         kind = name_of(type(call.local))
-        if kind not in TASKS or (self.fit is None and TASKS[kind].needs_fit):
+        if not self._knows(kind):
             raise Refusal(f"it does not answer {kind}; expected one of the calls that it knows")
         if self.counts[kind] >= self.ceilings[kind]:
             raise Refusal(

@@ -42,6 +42,7 @@ class TellLocal(SiloTask):
     """Call by which a silo stores the kernel's numbers, among them surrogates and step size."""
 
     wire_name = "TellLocal"
+    methods = ("chains", "network")
     leaves = "The silo keeps the server's surrogates and step size, and sends only a zero"
     numbers = ""
     ceiling = 1_000

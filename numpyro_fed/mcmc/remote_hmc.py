@@ -57,6 +57,7 @@ class LeapfrogStartLocal(SiloTask):
     """
 
     wire_name = "LeapfrogStartLocal"
+    methods = ("hmc",)
     leaves = "The silo draws its first local latents, keeps them, and sends only a zero"
     numbers = ""
     ceiling = 1_000
@@ -82,6 +83,7 @@ class LeapfrogLocal(SiloTask):
     """
 
     wire_name = "LeapfrogLocal"
+    methods = ("hmc",)
     leaves = (
         "The silo sends the gradient of its log likelihood at the server's positions, at its own "
         "latents or with them integrated out, and the change of its energy"

@@ -41,7 +41,8 @@ class SiloTask(abc.ABC):
     :cvar ceiling: default for the largest number of such calls that a silo answers in one study.
     :cvar message_classes: wire names of the classes that the message may hold, beside numbers.
     :cvar reads: for each state that it starts from, the tasks that may have written it.
-    :cvar needs_fit: whether silos answer it in variational fits alone.
+    :cvar methods: methods whose runs make such calls: ``"chains"``, ``"hmc"``, ``"network"`` and
+        ``"fit"``. A silo that knows no variational fit does not answer those of fits alone.
     """
 
     wire_name: ClassVar[str]
@@ -50,7 +51,7 @@ class SiloTask(abc.ABC):
     ceiling: ClassVar[int]
     message_classes: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[tuple[tuple[str, ...], ...]] = ((),)
-    needs_fit: ClassVar[bool] = False
+    methods: ClassVar[tuple[str, ...]] = ("chains",)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -33,6 +33,7 @@ class LaplaceLocal(SiloTask):
     """
 
     wire_name = "LaplaceLocal"
+    methods = ("chains", "network")
     leaves = (
         "The silo sends the value, gradient and precision of its log marginal likelihood at one "
         "point"

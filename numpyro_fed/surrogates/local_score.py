@@ -86,6 +86,7 @@ class ScoreLocal(SiloTask):
     """
 
     wire_name = "ScoreLocal"
+    methods = ("chains", "network")
     leaves = (
         "The silo sends its surrogate, which is a gradient and a precision fitted to its log "
         "marginal likelihood at the server's points, the error of this fit, and the values at "

@@ -121,7 +121,7 @@ class FitTask(SiloTask):
     """Task of a variational fit, whose config the silo has, too."""
 
     reads = (FIT_TASKS,)
-    needs_fit = True
+    methods = ("fit",)
 
     config: FitConfig
 

@@ -89,8 +89,8 @@ def test_a_silo_is_shown_what_will_leave(study):
 @pytest.mark.parametrize(
     ("line", "shown", "hidden"),
     [
-        ("", ["VisitLocal", "ScoreLocal"], ["RoundLocal", "Masked", "noise:"]),
-        (f"{SVI}", ["VisitLocal", "RoundLocal", "EstimateLocal"], ["Masked", "noise:"]),
+        ("", ["VisitLocal", "ScoreLocal"], ["RoundLocal", "NodeLocal", "Masked", "noise:"]),
+        (f"{SVI}", ["RoundLocal", "EstimateLocal"], ["VisitLocal", "Masked", "noise:"]),
         (
             "import optax\nnoise = fed.Privacy(epsilon=8, delta=1e-5, clip=1.0, num_rounds=50)\n"
             "svi = fed.SFVI(model, fed.AutoSiloNormal(model), optax.adam(0.1), privacy=noise, "

@@ -514,10 +514,11 @@ def asked(kernel, model, silos, folder, num_chains):
 
 
 RUNS = [  # all tasks of kernels
-    (lambda: fed.FSGLD(intercepts), intercepts, INTERCEPTS, 1),
-    (lambda: fed.FSGLD(linear, 0.01, surrogate="laplace"), linear, LINEAR, 1),
-    (lambda: fed.HMC(intercepts), intercepts, INTERCEPTS, 1),
+    ("chains", lambda: fed.FSGLD(intercepts), intercepts, INTERCEPTS, 1),
+    ("chains", lambda: fed.FSGLD(linear, 0.01, surrogate="laplace"), linear, LINEAR, 1),
+    ("hmc", lambda: fed.HMC(intercepts), intercepts, INTERCEPTS, 1),
     (
+        "network",
         lambda: fed.PushSumLangevin(intercepts, fed.graphs.ring(3), 0.01),
         intercepts,
         INTERCEPTS,
@@ -530,7 +531,7 @@ RUNS = [  # all tasks of kernels
 def test_replies_have_as_many_numbers_as_a_person_at_the_silo_reads(tmp_path):
     """The count at the start of ``numbers``; times or plus what the call itself says."""
     seen = set()
-    for n, (make, model, silos, num_chains) in enumerate(RUNS):
+    for n, (method, make, model, silos, num_chains) in enumerate(RUNS):
         kernel = make()
         for call, found in asked(kernel, model, silos, tmp_path / str(n), num_chains):
             task, d = call.local, kernel.factors.dim
@@ -543,9 +544,10 @@ def test_replies_have_as_many_numbers_as_a_person_at_the_silo_reads(tmp_path):
                 case "PilotLocal":
                     count = len(call.message[1]) * (count + task.length)
             assert found == count, (task.wire_name, found, count)
-            seen.add(task.wire_name)
-    fits = {name for name, task in TASKS.items() if task.needs_fit}
-    assert seen == set(TASKS) - fits
+            seen.add((task.wire_name, method))
+    known = {(name, method) for name, task in TASKS.items() for method in task.methods}
+    assert seen - known == set()
+    assert {name for name, method in known if method != "fit"} == {name for name, _ in seen}
 
 
 @dataclass(frozen=True)
