@@ -68,8 +68,9 @@ def fit(
     ``method="auto"`` takes the second step where the first is unsound. Where latents of a silo
     depend on each other (nested or crossed plates), it takes the second step alone. ``"vi"`` and
     ``"hmc"`` take one step. With ``method="fsgld"`` :class:`FSGLD` starts from the result of the
-    conducive rounds, and its draws are the posterior. No conducive rounds are made for it where
-    more than 64 latents of a silo depend on each other.
+    conducive rounds, and its draws are the posterior. Where they are too few, it makes four times
+    as many rounds. No conducive rounds are made for it where more than 64 latents of a silo depend
+    on each other.
 
     HMC makes thousands of rounds, and is for silos in this process. Remote silos integrate their
     latents out in the second step (``HMC(model, marginal=True)``). 64 chains then make hundreds of

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 # leave 1 / e of the start
 _CHAINS, _WARMUP = 4, 200
 _HMC_WARMUP = 400  # the verdicts in docs/results.md are of so many
-# rounds for each draw that is kept, where no fit gave chains a start: 165 of 2,000 draws were
-# effective for families in communities, and `diagnose` asks for 400
-_FSGLD_EACH = (2, 8)
+# draws for each one that is kept, of the first run and of longer ones. Where no fit gave FSGLD a
+# start, 165 of 2,000 draws were effective for families in communities; `diagnose` asks for 400
+_FSGLD_WARM, _FSGLD_COLD = (1, 4), (2, 8)
+_HMC_LENGTHS, _MARGINAL_LENGTHS = (1, 4, 16), (1, 4)
 # many chains that share what they learn: of few draws each, so that there are few rounds
 _MARGINAL_CHAINS, _MARGINAL_WARMUP = 64, 40
 # share of the draws that are effective, of the worst site, at which chains end: with 533 of 4,000,
 # more than a sound run needs, a scale with a long tail (frailties of `kidney`) was off by .2 sds
 _ENOUGH = 0.25
-_LONGEST = 16  # most draws of a chain for one that is kept
 # acceptance that chains aim at, one after the other where trajectories diverge: that of NUTS, and
 # what its users raise it to
 _TARGETS = (0.8, 0.95, 0.99)
@@ -123,72 +123,30 @@ def fsgld(
     key: Array,
     progress_bar: bool,
 ) -> Found:
-    """Return draws of FSGLD from the result, or, without one, of as many rounds as they need."""
-    kind = (
-        RemoteMCMC if isinstance(silos, RemoteSilos) else partial(MCMC, chain_method="vectorized")
-    )
-    num, spent = -(-num_draws // _CHAINS), [] if result is None else [result.ledger]
-    lengths = _FSGLD_EACH if result is None else (1,)
-    for each in lengths:
-        kernel = FSGLD(model, init_from=result)
-        mcmc = kind(
-            kernel,
-            num_warmup=_WARMUP,
-            num_samples=num * each,
-            num_chains=_CHAINS,
-            progress_bar=progress_bar,
-        )
-        mcmc.run(key, silos)  # type: ignore[arg-type]  # each class has its own type of silos
-        diagnosis = diagnose(mcmc)
-        if diagnosis.verdict != "undecided" or each == lengths[-1]:
-            break
-        spent.append(kernel.ledger(mcmc.last_state))
-    idata = to_inference_data(mcmc, silos).sel(draw=slice(None, None, each))
-    add_ledgers(idata, *spent)
+    """Return draws of FSGLD from the result, or from the prior; more rounds where they are few."""
+    kernel, lengths = FSGLD(model, init_from=result), _FSGLD_COLD if result is None else _FSGLD_WARM
+    plan = _Plan(num_draws, _CHAINS, _WARMUP, lengths, progress_bar)
+    run = _run_chains([kernel], plan, silos, key, lambda found: found.verdict != "undecided")
     words = (
         f"{'FSGLD' if result is None else 'from there FSGLD'}, {_CHAINS} chains of {_WARMUP} + "
-        f"{mcmc.num_samples:,} rounds{f', one of {each} kept' if each > 1 else ''}"
+        f"{run.mcmc.num_samples:,} rounds{run.kept}"
     )
-    return Found(idata, words, diagnosis.verdict, f". {diagnosis.summary()}")
+    return run.found(silos, words, [] if result is None else [result.ledger])
 
 
 def hmc(
     model: Callable, silos: Silos | MixedSilos, num_draws: int, key: Array, progress_bar: bool
 ) -> Found:
     """Return draws of HMC, by shorter steps and longer runs until the checks hold."""
-    num, each, start, targets, spent = -(-num_draws // _CHAINS), 1, None, list(_TARGETS), []
-    kernel = HMC(model, target_accept_prob=targets[0])
-    while True:
-        mcmc = MCMC(
-            kernel,
-            num_warmup=_HMC_WARMUP,
-            num_samples=num * each,
-            num_chains=_CHAINS,
-            thinning=each,
-            chain_method="vectorized",
-            progress_bar=progress_bar,
-        )
-        mcmc.post_warmup_state = start
-        mcmc.run(key if start is None else start.rng_key, silos)
-        diagnosis = diagnose(mcmc)
-        diverged, enough = _judged(diagnosis, num * _CHAINS)
-        if diverged and len(targets) > 1:
-            spent.append(kernel.ledger(mcmc.last_state))
-            start, each, targets = None, 1, targets[1:]
-            kernel = HMC(model, target_accept_prob=targets[0])
-        elif diverged or each == _LONGEST or (diagnosis.verdict == "sound" and enough):
-            break
-        else:
-            start, each = mcmc.last_state, each * 4
-    idata = to_inference_data(mcmc, silos)
-    add_ledgers(idata, *spent)
+    plan = _Plan(num_draws, _CHAINS, _HMC_WARMUP, _HMC_LENGTHS, progress_bar)
+    kernels = [HMC(model, target_accept_prob=target) for target in _TARGETS]
+    run = _run_chains(kernels, plan, silos, key, plan.are_enough)
+    target = _TARGETS[kernels.index(run.mcmc.sampler)]
     words = (
-        f"HMC, {_CHAINS} chains of {num:,} draws"
-        f"{f', one of {each} each' if each > 1 else ''}, "
-        f"{json.loads(idata.posterior.attrs['rounds'])[0]:,} rounds"
-        f"{f', of acceptance {targets[0]}, as others diverged' if spent else ''}"
+        f"HMC, {_CHAINS} chains of {plan.num:,} draws{run.kept}, {run.rounds:,} rounds"
+        f"{f', of acceptance {target}, as others diverged' if run.spent else ''}"
     )
-    return Found(idata, words, diagnosis.verdict, f". {diagnosis.summary()}")
+    return run.found(silos, words)
 
 
 def marginal(
@@ -200,44 +158,120 @@ def marginal(
     result: VIResult,
 ) -> Found:
     """Return draws of HMC whose silos integrate their latents out, from the end of the rounds."""
-    num, each, targets, spent = -(-num_draws // _MARGINAL_CHAINS), 1, list(_TARGETS[1:]), []
-    while True:
-        kernel = HMC(model, marginal=True, init_from=result, target_accept_prob=targets[0])
-        mcmc = RemoteMCMC(
-            kernel,
-            num_warmup=_MARGINAL_WARMUP,
-            num_samples=num * each,
-            num_chains=_MARGINAL_CHAINS,
-            progress_bar=progress_bar,
-        )
-        mcmc.run(key, silos)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "More chains")
-            diagnosis = diagnose(mcmc)
-        diverged, enough = _judged(diagnosis, num * _MARGINAL_CHAINS)
-        if diverged and len(targets) > 1:
-            targets = targets[1:]
-        elif diverged or each > 1 or (diagnosis.verdict == "sound" and enough):
-            break
-        else:
-            each = 4
-        spent.append(kernel.ledger(mcmc.last_state))
+    plan = _Plan(num_draws, _MARGINAL_CHAINS, _MARGINAL_WARMUP, _MARGINAL_LENGTHS, progress_bar)
+    kernels = [
+        HMC(model, marginal=True, init_from=result, target_accept_prob=target)
+        for target in _TARGETS[1:]
+    ]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "More chains")
-        idata = to_inference_data(mcmc, silos).sel(draw=slice(None, None, each))
-    add_ledgers(idata, *spent)
-    words = (
-        f"HMC with latents integrated out, {_MARGINAL_CHAINS} chains of {num} draws, "
-        f"{json.loads(idata.posterior.attrs['rounds'])[0]:,} rounds"
-    )
-    return Found(idata, words, diagnosis.verdict, f". {diagnosis.summary()}")
+        run = _run_chains(kernels, plan, silos, key, plan.are_enough)
+        words = (
+            f"HMC with latents integrated out, {plan.num_chains} chains of {plan.num} draws, "
+            f"{run.rounds:,} rounds"
+        )
+        return run.found(silos, words)
 
 
-def _judged(diagnosis: Diagnosis, num_draws: int) -> tuple[bool, bool]:
-    """Return whether trajectories diverged, and whether enough of the draws are effective."""
-    table = diagnosis.table
-    diverged = table.loc["trajectories diverged", "verdict"] != "sound"
-    return diverged, table.loc["effective draws", "value"] >= _ENOUGH * num_draws
+class _Plan(NamedTuple):
+    """Numbers of draws that a step returns, of chains and of warm-up draws.
+
+    :param lengths: draws for each one that is kept: of a first run, and of longer ones after it.
+    """
+
+    num_draws: int
+    num_chains: int
+    num_warmup: int
+    lengths: tuple[int, ...]
+    progress_bar: bool
+
+    @property
+    def num(self) -> int:
+        """Draws of a chain that are kept."""
+        return -(-self.num_draws // self.num_chains)
+
+    def are_enough(self, found: Diagnosis) -> bool:
+        """Return whether chains are sound, and enough of their draws effective."""
+        effective = found.table.loc["effective draws", "value"]
+        return found.verdict == "sound" and effective >= _ENOUGH * self.num * self.num_chains
+
+
+class _Chains(NamedTuple):
+    """Chains that have ended.
+
+    :param each: draws for each one that is kept.
+    :param spent: ledgers of chains before them, whose draws are not kept.
+    """
+
+    mcmc: MCMC
+    diagnosis: Diagnosis
+    each: int
+    spent: list[Ledger]
+
+    @property
+    def kept(self) -> str:
+        """Text on draws that are not kept."""
+        return f", one of {self.each} kept" if self.each > 1 else ""
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of these chains and of those before, of the first silo."""
+        ledgers = [*self.spent, self.mcmc.sampler.ledger(self.mcmc.last_state)]
+        return sum(int(ledger.rounds[0]) for ledger in ledgers)
+
+    def found(self, silos: Silos | MixedSilos, words: str, before: Sequence[Ledger] = ()) -> Found:
+        """Return the draws, with the ledgers of all rounds."""
+        every = self.each // self.mcmc.thinning
+        idata = to_inference_data(self.mcmc, silos).sel(draw=slice(None, None, every))
+        add_ledgers(idata, *before, *self.spent)
+        return Found(idata, words, self.diagnosis.verdict, f". {self.diagnosis.summary()}")
+
+
+def _run_chains(
+    kernels: Sequence[FSGLD | HMC],
+    plan: _Plan,
+    silos: Silos | MixedSilos,
+    key: Array,
+    settled: Callable[[Diagnosis], bool],
+) -> _Chains:
+    """Run chains until the checks hold.
+
+    Where trajectories diverge, the next kernel follows. Else a longer run does, from the end of the
+    former; where silos are remote, it starts anew.
+
+    :param settled: whether chains may end here.
+    """
+    spent: list[Ledger] = []
+    remote, start, kernel, length = isinstance(silos, RemoteSilos), None, 0, 0
+    while True:
+        each = plan.lengths[length]
+        # `diagnose` looks at FSGLD's rounds one after the other
+        thinning = each if isinstance(kernels[kernel], HMC) else 1
+        here = partial(MCMC, chain_method="vectorized", thinning=thinning)
+        mcmc = (RemoteMCMC if remote else here)(
+            kernels[kernel],
+            num_warmup=plan.num_warmup,
+            num_samples=plan.num * each,
+            num_chains=plan.num_chains,
+            progress_bar=plan.progress_bar,
+        )
+        mcmc.post_warmup_state = start
+        mcmc.run(key if start is None else start.rng_key, silos)  # type: ignore[arg-type]
+        diagnosis = diagnose(mcmc)
+        diverged = _diverged(diagnosis)
+        if diverged and kernel + 1 < len(kernels):
+            kernel, length, start = kernel + 1, 0, None
+        elif diverged or length + 1 == len(plan.lengths) or settled(diagnosis):
+            return _Chains(mcmc, diagnosis, each, spent)
+        else:
+            length, start = length + 1, None if remote else mcmc.last_state
+        if start is None:
+            spent.append(mcmc.sampler.ledger(mcmc.last_state))
+
+
+def _diverged(found: Diagnosis) -> bool:
+    row = "trajectories diverged"  # of HMC alone
+    return row in found.table.index and found.table.loc[row, "verdict"] != "sound"
 
 
 def add_ledgers(idata: "InferenceData", *ledgers: Ledger) -> None:

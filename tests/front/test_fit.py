@@ -355,7 +355,7 @@ def test_chains_go_on_until_there_are_enough_draws():
     """Of 40 draws too few are effective, so chains keep one of four, or of sixteen, from there."""
     silos, _, _ = nested_silos()
     attrs = fed.fit(nested, silos, num_draws=40, progress_bar=False).posterior.attrs
-    assert "one of 16 each" in attrs["report"]
+    assert "one of 16 kept" in attrs["report"]
     assert attrs["verdict"] == "undecided"
 
 
