@@ -135,7 +135,8 @@ def check(
         process only.
     :param rows: whether the silos check their rows. Not for models whose latents of a silo, or
         whose rows, depend on each other; two nested plates are no such case.
-    :param progress_bar: show which silo is left out, where that takes more than two seconds.
+    :param progress_bar: show how many draws are done, and which silo is left out, where that takes
+        more than two seconds.
     :raises TypeError: for silos of another type.
     :raises ValueError: for a single silo, for the posterior of another model, and for a model whose
         local latents of a silo depend on each other, where the result does not have the silos' log
@@ -172,7 +173,7 @@ def check(
             if terms is None:
                 raise
         else:
-            terms = asked.log_likelihood() if terms is None else terms
+            terms = asked.log_likelihood(progress_bar) if terms is None else terms
             of_rows = check_rows(asked) if rows and asked.draws_latents else None
     names, values = coefficients(sites)
     mean, sd = values.mean(0), values.std(0)

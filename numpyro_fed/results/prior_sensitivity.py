@@ -38,7 +38,12 @@ SENSITIVE = 0.05  # from which a sensitivity is worth a look (Kallioinen et al. 
 
 
 def prior_sensitivity(
-    idata: "InferenceData", model: Callable, silos: Silos, *, num_draws: int = 4000
+    idata: "InferenceData",
+    model: Callable,
+    silos: Silos,
+    *,
+    num_draws: int = 4000,
+    progress_bar: bool = True,
 ) -> "pd.DataFrame":
     """Tell how much each coefficient depends on the prior, and on the data.
 
@@ -52,6 +57,7 @@ def prior_sensitivity(
     :param model: the model of the fit.
     :param silos: the silos of the fit.
     :param num_draws: most draws that are used.
+    :param progress_bar: show how many are done, where that takes more than two seconds.
     :return: for each coefficient the sensitivity to the ``prior`` and to the ``likelihood``, and a
         ``diagnosis``: ``"prior-data conflict"`` where both are .05 or more, ``"strong prior or weak
         data"`` where only the prior's is; otherwise ``"-"``.
@@ -76,7 +82,7 @@ def prior_sensitivity(
     sites = global_draws(posterior_dataset(idata), factors, num_draws)
     terms = kept_terms(idata, silos, num_draws)
     if terms is None:
-        terms = question(model, silos, sites).log_likelihood()
+        terms = question(model, silos, sites).together().log_likelihood(progress_bar)
     arrays, static = split_shared(silos.shared)
 
     @jax.jit

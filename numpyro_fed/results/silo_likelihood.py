@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
+from tqdm.auto import tqdm
 
 from numpyro_fed._typing import PyTree
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import split_shared
 from numpyro_fed.density.factors import Factors
 from numpyro_fed.results.vi_inference_data import SILO_TERMS
-from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.rounds.remote import Loopback, RemoteSilos
 from numpyro_fed.vi.conducive.checks import JointUnits
 from numpyro_fed.vi.config import FitConfig, FitTask
 from numpyro_fed.vi.draws import (
@@ -36,6 +37,8 @@ from numpyro_fed.vi.svi import conducive_for
 if TYPE_CHECKING:
     from arviz import InferenceData
     from xarray import Dataset
+
+_PARTS = 20  # of the draws, where a progress bar follows them
 
 
 class JointLatentsError(ValueError):
@@ -83,14 +86,31 @@ class Question(NamedTuple):
         """Return the question at some of the draws."""
         return self._replace(told=jax.tree.map(lambda x: x[places], self.told))
 
-    def log_likelihood(self) -> np.ndarray:
-        """Return each silo's log likelihood, summed over its rows, at the draws, ``(n, S)``."""
+    def log_likelihood(self, progress_bar: bool = False) -> np.ndarray:
+        """Return each silo's log likelihood, summed over its rows, at the draws, ``(n, S)``.
+
+        :param progress_bar: show how many of the draws are done, for silos in this process.
+        """
+        num, silos = len(self.told.log_weight), self.silos
+        here = not isinstance(silos, RemoteSilos) or isinstance(silos.carrier, Loopback)
+        # parts of one size share a program
+        parts = next(n for n in (_PARTS, 10, 5, 1) if num % n == 0) if here and num > _PARTS else 1
+        places = np.arange(num).reshape(parts, -1)
+        each = tqdm(places, "silos' likelihoods", disable=not progress_bar, delay=2.0)
+        return np.concatenate([self.at(some)._terms() for some in each])
+
+    def _terms(self) -> np.ndarray:
         if isinstance(self.silos, RemoteSilos):
             local = EstimateLocal(self.setup.config, stretched=True, placed=True)
             found = np.stack(self.ask(local), 1)
         else:
             found = np.asarray(self._here().terms)[:, self._order]
         return found.astype(np.float64)
+
+    def together(self) -> "Question":
+        """Return the question to silos here as one silo: a smaller program, for their sum alone."""
+        remote = isinstance(self.silos, RemoteSilos)
+        return self if remote else self._replace(setup=self.setup.as_one())
 
     def latents(self) -> list[dict[str, Array]]:
         """Draw the latents of silos here, at the draws.
