@@ -56,12 +56,13 @@ class Hole:
         return rows.assign(**{self.column: values})
 
     def arguments(
-        self, rows: pd.DataFrame, common: Design, scale: np.ndarray
+        self, rows: pd.DataFrame, common: Design, scale: np.ndarray, num_smooths: int
     ) -> dict[str, np.ndarray]:
         """Return the arguments of this column.
 
         :param rows: the silo's rows, with other columns' holes filled.
         :param common: the model's columns, of which ``scale`` are the sds.
+        :param num_smooths: number of lines of smooths after them, which no hole changes.
         :raises ValueError: for columns that are not linear in this one.
         """
         hole = rows[self.column].isna().to_numpy()
@@ -89,6 +90,10 @@ class Hole:
             made[f"{self.name}_hole"] = (np.maximum(np.cumsum(hole), 1) - 1).astype(np.int32)
             # a silo without holes has one that no row reads, since silos are not empty
             made[f"{self.name}_holes"] = np.arange(max(hole.sum(), 1), dtype=np.int32)
+        change = made[f"{self.name}_change"]
+        made[f"{self.name}_change"] = np.pad(
+            change, [(0, 0)] * (change.ndim - 1) + [(0, num_smooths)]
+        )
         whole = (f"{self.name}_hole", f"{self.name}_holes", *([self.name] if self.levels else []))
         return {
             k: v if k in whole or v.dtype == bool else np.asarray(v, np.float32)

@@ -89,7 +89,7 @@ class Coder:
             others = rows
             for other in self.holes:
                 others = others if other is hole else other.filled(others)
-            imputed |= hole.arguments(others, self.common, self.scale)
+            imputed |= hole.arguments(others, self.common, self.scale, len(self.formula.smooths))
             filled = hole.filled(filled)
         rows = filled
         x, offset = self.common.columns(rows)

@@ -491,6 +491,37 @@ def test_a_hole_of_levels_is_summed_out():
     check_factorization(factorize(m.model, m.silos), m.silos)
 
 
+@pytest.mark.parametrize(
+    ("column", "outcome", "family"),
+    [
+        ("drug", "died", "bernoulli"),
+        ("dose", "real", "gaussian"),
+    ],
+    ids=["levels", "numbers"],
+)
+def test_a_hole_beside_a_smooth(column, outcome, family):
+    """The likelihood is that of a model which has the smooth as an offset."""
+    from numpyro.handlers import block
+
+    how = {"family": family, "impute": {column: "sex"}}
+    m = fed.glmm(f"{outcome} ~ {column} + s(age)", with_holes(), **how)
+    at = params_of(m)
+    curves = {
+        name: m.silos[name]["x"][:, -1] * at["slopes"][-1]
+        + m.silos[name]["s_age"] @ (at["sd_s_age"] * at["bends_s_age"])
+        for name in m.silos.names
+    }
+    moved = {name: t.assign(curve=np.asarray(curves[name])) for name, t in with_holes().items()}
+    other = fed.glmm(f"{outcome} ~ {column} + offset(curve)", moved, **how)
+    same = {k: v for k, v in at.items() if "s_age" not in k} | {"slopes": at["slopes"][:-1]}
+
+    def likelihood(m, at):
+        prior = density(block(m.model, hide=["y", column]), m.silos.pooled, at)
+        return density(m.model, m.silos.pooled, at) - prior
+
+    np.testing.assert_allclose(likelihood(m, at), likelihood(other, same), rtol=2e-5)
+
+
 TEXT = {name: table.assign(age="old") for name, table in tables().items()}
 REFUSED = {
     "no formula": (("y", tables()), {}, r"expected e\.g\. 'y ~ x"),
