@@ -10,7 +10,7 @@ from numpyro_fed._typing import Facts
 from numpyro_fed.cli.model_file import public_of
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.engines.wire import Transport, connect
-from numpyro_fed.front.steps import of_rounds, weighed
+from numpyro_fed.front.steps import Asked, of_rounds, weighed
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.results.check import check
@@ -86,7 +86,7 @@ def posterior(
         raise RuntimeError(f"{result.stopped}; started again with the same folder, the run goes on")
     num_draws = told["chains"] * told["samples"]
     if conducive:
-        found = weighed(svi, result, silos, num_draws, key_draws)
+        found = weighed(svi, result, silos, Asked(num_draws), key_draws)
         idata, lines = found.idata, [found.reported(f"{of_rounds(result)}; ")]
     else:
         idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key_draws)

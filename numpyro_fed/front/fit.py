@@ -15,6 +15,7 @@ from numpyro_fed.data.checks import check_key
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.front.steps import (
+    Asked,
     Found,
     add_ledgers,
     fsgld,
@@ -40,6 +41,8 @@ _START_TOL = 0.1
 # most latents of a silo that depend on each other, where conducive rounds are made: with 250 a
 # round takes a minute
 _LARGEST_UNIT = 64
+# most log likelihoods of rows in a result: 200 MB
+_MOST_TERMS = 50_000_000
 _METHODS = ("auto", "vi", "hmc", "fsgld")
 
 
@@ -50,6 +53,7 @@ def fit(
     method: str = "auto",
     num_draws: int = 4000,
     rng_key: Array | None = None,
+    log_likelihood: bool | None = None,
     progress_bar: bool = True,
 ) -> "InferenceData":
     """Fit a model over silos, and return its posterior.
@@ -91,6 +95,8 @@ def fit(
     :param method: ``"auto"``, ``"vi"``, ``"hmc"`` or ``"fsgld"``.
     :param num_draws: draws of the result. Chains round them up to a multiple of their number.
     :param rng_key: seed; ``jax.random.key(0)`` by default.
+    :param log_likelihood: whether the result has the log likelihood of each row at each draw, of
+        silos in this process. ``None``: where these are at most 50 million numbers.
     :param progress_bar: show rounds, and print the report.
     :return: the ``InferenceData`` of :func:`to_inference_data`. The attributes of ``posterior``
         hold the ledger of all rounds, ``report`` (a text on the rounds and the checks) and
@@ -115,21 +121,26 @@ def fit(
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     check_key(rng_key)
     _check_silos(method, silos)
+    if log_likelihood is None:
+        parts = silos.parts if isinstance(silos, MixedSilos) else (silos,)
+        most = max(sum(n) for part in parts for n in part.sizes.values())
+        log_likelihood = num_draws * most <= _MOST_TERMS
+    asked = Asked(num_draws, log_likelihood, progress_bar)
     key_chains = jax.random.split(rng_key, 3)[2]
     can_chain = not isinstance(silos, MixedSilos | RemoteSilos)
     svi, joint = (None, 0) if method == "hmc" else _settable(model, silos)
     if svi is None or (method == "auto" and joint and can_chain):
         why = "latents of a silo depend on each other: " if svi is not None else ""
-        found = hmc(model, silos, num_draws, key_chains, progress_bar)
+        found = hmc(model, silos, asked, key_chains)
         return _reported(found, why, progress_bar)
     if joint > _LARGEST_UNIT and method != "vi" and not isinstance(silos, MixedSilos):
         try:
-            found = fsgld(model, None, silos, num_draws, key_chains, progress_bar)
+            found = fsgld(model, None, silos, asked, key_chains)
             return _reported(found, f"{joint} latents of a silo are one unit: ", progress_bar)
         except ValueError:  # a model that FSGLD does not cover
             if method == "fsgld":
                 raise
-    return _by_rounds(model, svi, silos, method, num_draws, rng_key, progress_bar)
+    return _by_rounds(model, svi, silos, method, asked, rng_key)
 
 
 def _by_rounds(
@@ -137,45 +148,46 @@ def _by_rounds(
     svi: ConduciveSFVI,
     silos: Silos | MixedSilos,
     method: str,
-    num_draws: int,
+    asked: Asked,
     rng_key: Array,
-    progress_bar: bool,
 ) -> "InferenceData":
     """Return draws from the end of conducive rounds: weighed, or of chains."""
     key_rounds, key_draws, key_chains = jax.random.split(rng_key, 3)
     rounds, together = svi.together(silos)
     if method != "fsgld" and not isinstance(silos, RemoteSilos):
-        _compile(svi, silos, rounds.lower(key_rounds, together), num_draws, key_rounds)
+        _compile(svi, silos, rounds.lower(key_rounds, together), asked.num_draws, key_rounds)
     tol = _START_TOL if method == "fsgld" else TOL
-    result = rounds.run(key_rounds, MOST_ROUNDS, together, tol=tol, progress_bar=progress_bar)
+    result = rounds.run(key_rounds, MOST_ROUNDS, together, tol=tol, progress_bar=asked.progress_bar)
     if together is not silos:
         ledger = result.ledger.of_each(silos.names)
         partition = svi.setup(silos).partition()
         result = replace(result, ledger=ledger, partition=partition)
     words = of_rounds(result)
+    if asked.progress_bar:  # what follows may take minutes
+        print(f"{words};")
+    told = f"{words}; "
     if method == "fsgld":
-        found = fsgld(model, result, silos, num_draws, key_chains, progress_bar)
-        return _reported(found, f"{words}; ", progress_bar)
-    last = partial(weighed, svi, result, silos, num_draws, key_draws)
+        found = fsgld(model, result, silos, asked, key_chains)
+        return _reported(found, f"{words}; ", asked.progress_bar, told)
+    last = partial(weighed, svi, result, silos, asked, key_draws)
     if method == "vi" or isinstance(silos, MixedSilos):
-        return _reported(last(), f"{words}; ", progress_bar)
+        return _reported(last(), told, asked.progress_bar, told)
     with warnings.catch_warnings():  # the report says so
         warnings.filterwarnings("ignore", "Pareto's k of the approximation")
         found = last()
     if found.verdict != "sound":
         try:
-            how = num_draws, key_chains, progress_bar
             chains = (
-                marginal(model, silos, *how, result)
+                marginal(model, result, silos, asked, key_chains)
                 if isinstance(silos, RemoteSilos)
-                else hmc(model, silos, *how)
+                else hmc(model, silos, asked, key_chains)
             )
         except (ValueError, RuntimeError) as error:  # the weighed draws are not lost
             found = found._replace(mend=f"{found.mend}. HMC: {error}")
-            return _reported(found, f"{words}; ", progress_bar)
+            return _reported(found, f"{words}; ", asked.progress_bar, told)
         words, found = f"{words}; {found.words} (unsound, so chains went on)", chains
         add_ledgers(found.idata, result.ledger)
-    return _reported(found, f"{words}; ", progress_bar)
+    return _reported(found, f"{words}; ", asked.progress_bar, told)
 
 
 def _check_silos(method: str, silos: Silos | MixedSilos) -> None:
@@ -192,11 +204,14 @@ def _check_silos(method: str, silos: Silos | MixedSilos) -> None:
         )
 
 
-def _reported(found: Found, way: str, progress_bar: bool) -> "InferenceData":
-    """Return the draws with a report on the way to them, and print it beside progress bars."""
+def _reported(found: Found, way: str, progress_bar: bool, told: str = "") -> "InferenceData":
+    """Return the draws with a report on the way to them, and print it beside progress bars.
+
+    :param told: its beginning, if that has been printed.
+    """
     report = found.reported(way[0].upper() + way[1:] if way.startswith("latents") else way)
     if progress_bar:
-        print(report)
+        print(report.removeprefix(told))
     return found.idata
 
 

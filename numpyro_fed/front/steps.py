@@ -47,6 +47,14 @@ _ENOUGH = 0.25
 _TARGETS = (0.8, 0.95, 0.99)
 
 
+class Asked(NamedTuple):
+    """What a fit is asked for: draws, pointwise log likelihoods, progress bars."""
+
+    num_draws: int
+    log_likelihood: bool = True
+    progress_bar: bool = False
+
+
 class Found(NamedTuple):
     """Draws of a step, a text on it, its verdict, and a mend where this is bad."""
 
@@ -69,17 +77,27 @@ def weighed(
     svi: ConduciveSFVI,
     result: VIResult,
     silos: Silos | MixedSilos,
-    num_draws: int,
+    asked: Asked,
     key: Array,
 ) -> Found:
     """Return weighted draws from the end of conducive rounds."""
-    idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key, resample=True)
+    idata = to_inference_data(
+        svi,
+        result,
+        silos,
+        num_draws=asked.num_draws,
+        rng_key=key,
+        log_likelihood=asked.log_likelihood,
+        resample=True,
+    )
     attrs = idata.posterior.attrs
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
     around = ", with candidates around the latents' modes at each draw"
     fitted = "drew from a mixture fitted to earlier draws, and "
+    up = (sum(json.loads(attrs["bytes_up"])) - sum(result.ledger.bytes_up)) / 1e3
     words = (
-        f"the last round {fitted if attrs['mixture'] else ''}weighted {attrs['candidates']:,} "
+        f"the last round, {up:,.1f} kB up, "
+        f"{fitted if attrs['mixture'] else ''}weighted {attrs['candidates']:,} "
         f"public draws by the silos' likelihoods"
         f"{around if attrs['placed'] else ''}: Pareto's k {k:.2f} "
         f"({attrs['pareto_k_of']}: {'good' if k <= POOR else 'too large'})"
@@ -110,7 +128,7 @@ def of_rounds(result: VIResult) -> str:
     how = "converged" if _has_converged(result) else "has not converged"
     return (
         f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(names)} "
-        f"silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up in all "
+        f"silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up "
         f"(it moved by {moved:.2g} sds in the last; bound {-result.losses[-1]:.2f})"
     )
 
@@ -119,13 +137,12 @@ def fsgld(
     model: Callable,
     result: VIResult | None,
     silos: Silos | MixedSilos,
-    num_draws: int,
+    asked: Asked,
     key: Array,
-    progress_bar: bool,
 ) -> Found:
     """Return draws of FSGLD from the result, or from the prior; more rounds where they are few."""
     kernel, lengths = FSGLD(model, init_from=result), _FSGLD_COLD if result is None else _FSGLD_WARM
-    plan = _Plan(num_draws, _CHAINS, _WARMUP, lengths, progress_bar)
+    plan = _Plan(asked, _CHAINS, _WARMUP, lengths)
     run = _run_chains([kernel], plan, silos, key, lambda found: found.verdict != "undecided")
     words = (
         f"{'FSGLD' if result is None else 'from there FSGLD'}, {_CHAINS} chains of {_WARMUP} + "
@@ -134,11 +151,9 @@ def fsgld(
     return run.found(silos, words, [] if result is None else [result.ledger])
 
 
-def hmc(
-    model: Callable, silos: Silos | MixedSilos, num_draws: int, key: Array, progress_bar: bool
-) -> Found:
+def hmc(model: Callable, silos: Silos | MixedSilos, asked: Asked, key: Array) -> Found:
     """Return draws of HMC, by shorter steps and longer runs until the checks hold."""
-    plan = _Plan(num_draws, _CHAINS, _HMC_WARMUP, _HMC_LENGTHS, progress_bar)
+    plan = _Plan(asked, _CHAINS, _HMC_WARMUP, _HMC_LENGTHS)
     kernels = [HMC(model, target_accept_prob=target) for target in _TARGETS]
     run = _run_chains(kernels, plan, silos, key, plan.are_enough)
     target = _TARGETS[kernels.index(run.mcmc.sampler)]
@@ -150,15 +165,10 @@ def hmc(
 
 
 def marginal(
-    model: Callable,
-    silos: RemoteSilos,
-    num_draws: int,
-    key: Array,
-    progress_bar: bool,
-    result: VIResult,
+    model: Callable, result: VIResult, silos: RemoteSilos, asked: Asked, key: Array
 ) -> Found:
     """Return draws of HMC whose silos integrate their latents out, from the end of the rounds."""
-    plan = _Plan(num_draws, _MARGINAL_CHAINS, _MARGINAL_WARMUP, _MARGINAL_LENGTHS, progress_bar)
+    plan = _Plan(asked, _MARGINAL_CHAINS, _MARGINAL_WARMUP, _MARGINAL_LENGTHS)
     kernels = [
         HMC(model, marginal=True, init_from=result, target_accept_prob=target)
         for target in _TARGETS[1:]
@@ -174,21 +184,20 @@ def marginal(
 
 
 class _Plan(NamedTuple):
-    """Numbers of draws that a step returns, of chains and of warm-up draws.
+    """What is asked, and numbers of chains and of warm-up draws.
 
     :param lengths: draws for each one that is kept: of a first run, and of longer ones after it.
     """
 
-    num_draws: int
+    asked: Asked
     num_chains: int
     num_warmup: int
     lengths: tuple[int, ...]
-    progress_bar: bool
 
     @property
     def num(self) -> int:
         """Draws of a chain that are kept."""
-        return -(-self.num_draws // self.num_chains)
+        return -(-self.asked.num_draws // self.num_chains)
 
     def are_enough(self, found: Diagnosis) -> bool:
         """Return whether chains are sound, and enough of their draws effective."""
@@ -203,6 +212,7 @@ class _Chains(NamedTuple):
     :param spent: ledgers of chains before them, whose draws are not kept.
     """
 
+    asked: Asked
     mcmc: MCMC
     diagnosis: Diagnosis
     each: int
@@ -222,7 +232,8 @@ class _Chains(NamedTuple):
     def found(self, silos: Silos | MixedSilos, words: str, before: Sequence[Ledger] = ()) -> Found:
         """Return the draws, with the ledgers of all rounds."""
         every = self.each // self.mcmc.thinning
-        idata = to_inference_data(self.mcmc, silos).sel(draw=slice(None, None, every))
+        idata = to_inference_data(self.mcmc, silos, log_likelihood=self.asked.log_likelihood)
+        idata = idata.sel(draw=slice(None, None, every))
         add_ledgers(idata, *before, *self.spent)
         return Found(idata, words, self.diagnosis.verdict, f". {self.diagnosis.summary()}")
 
@@ -253,7 +264,7 @@ def _run_chains(
             num_warmup=plan.num_warmup,
             num_samples=plan.num * each,
             num_chains=plan.num_chains,
-            progress_bar=plan.progress_bar,
+            progress_bar=plan.asked.progress_bar,
         )
         mcmc.post_warmup_state = start
         mcmc.run(key if start is None else start.rng_key, silos)  # type: ignore[arg-type]
@@ -262,7 +273,7 @@ def _run_chains(
         if diverged and kernel + 1 < len(kernels):
             kernel, length, start = kernel + 1, 0, None
         elif diverged or length + 1 == len(plan.lengths) or settled(diagnosis):
-            return _Chains(mcmc, diagnosis, each, spent)
+            return _Chains(plan.asked, mcmc, diagnosis, each, spent)
         else:
             length, start = length + 1, None if remote else mcmc.last_state
         if start is None:

@@ -359,6 +359,16 @@ def test_chains_go_on_until_there_are_enough_draws():
     assert attrs["verdict"] == "undecided"
 
 
+def test_log_likelihoods_of_many_rows_are_left_out(monkeypatch):
+    silos = hierarchy_silos(np.arange(9) % 3)
+    how = {"num_draws": 40, "progress_bar": False}
+    assert "log_likelihood" in fed.fit(hierarchy, silos, **how)
+    assert "log_likelihood" not in fed.fit(hierarchy, silos, log_likelihood=False, **how)
+    monkeypatch.setitem(fed.fit.__globals__, "_MOST_TERMS", 40 * 9 - 1)
+    assert "log_likelihood" not in fed.fit(hierarchy, silos, **how)
+    assert "log_likelihood" in fed.fit(hierarchy, silos, log_likelihood=True, **how)
+
+
 @pytest.mark.ci
 def test_chains_that_diverge_start_again_with_shorter_steps(monkeypatch):
     silos, _, _ = nested_silos()
