@@ -1,7 +1,8 @@
 """A generalized linear mixed model from one line, over tables in silos."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,16 @@ from numpyro_fed.front.families import FAMILIES
 from numpyro_fed.front.fit import fit
 from numpyro_fed.front.formula import parse
 from numpyro_fed.front.make_coder import make_coder
-from numpyro_fed.front.predict import expected
+from numpyro_fed.front.predict import check_change, expected
 from numpyro_fed.front.priors import Prior, make_parts
 from numpyro_fed.front.rows import Coder, warn_of_rows
 from numpyro_fed.front.source import Parts, arguments, make, write
-from numpyro_fed.front.summary import in_units
+from numpyro_fed.front.summary import in_units, summary
 from numpyro_fed.front.tables import as_table, as_tables
+from numpyro_fed.results.check import SiloCheck, check
 
 if TYPE_CHECKING:
+    import pandas as pd
     from arviz import InferenceData
     from xarray import DataArray
 
@@ -114,9 +117,7 @@ class GLMM:
         """Return the expected outcome of rows of a table, under each draw.
 
         Effects of elements that the fit knows are those of the fit. Those of others, and of a new
-        silo, are drawn from their group. A difference of two tables is a marginal effect:
-        ``(m.predict(idata, t.assign(sex="M")) - m.predict(idata, t.assign(sex="F"))).mean("row")``,
-        with one ``rng_key``.
+        silo, are drawn from their group.
 
         :param idata: the result of :meth:`fit` or :meth:`in_units`.
         :param table: a table without missing values, or the path of a file, as for :func:`glmm`.
@@ -124,10 +125,81 @@ class GLMM:
         :param rng_key: seed of new effects; ``jax.random.key(0)`` by default.
         :return: ``(chain, draw, row)``: a probability, mean or share; for ``"weibull"`` a mean
             time, for ``"cox"`` a hazard ratio; for ``"ordinal"`` ``(chain, draw, row, level)``.
-        :raises ValueError: for a table that the dictionary does not fit, and missing values.
+        :raises ValueError: for a table that the dictionary does not fit, missing values, and a silo
+            that the model does not have.
         """
+        if self.tables and silo not in ("new", *self.tables):
+            raise ValueError(f"silo: expected 'new' or one of {list(self.tables)}, got {silo!r}")
         key = jax.random.key(0) if rng_key is None else rng_key
         return expected(idata, self.parts, self.coder, as_table(table, silo), silo, key)
+
+    def contrast(
+        self,
+        idata: "InferenceData",
+        tables: object,
+        change: Mapping[str, tuple[object, object]],
+        *,
+        rng_key: Array | None = None,
+    ) -> "DataArray":
+        """Return a marginal effect: the mean change of rows' expected outcome, under each draw.
+
+        It is standardized to the rows of the tables: ``{"drug": ("A", "none")}`` compares all of
+        them with drug A to all of them without. Rows with missing values are left out.
+
+        :param idata: the result of :meth:`fit` or :meth:`in_units`.
+        :param tables: ``{silo name: table}``, as for :func:`glmm`.
+        :param change: for each column its value, and the value that it is compared with.
+        :param rng_key: seed of effects that the fit does not know, the same for both.
+        :return: ``(chain, draw)``, of the outcome's scale: a difference in risk for
+            ``"bernoulli"``.
+        :raises ValueError: as :meth:`predict`, and for columns that the formula does not read.
+        :warns UserWarning: with the number of rows that are left out.
+        """
+        check_change(change, self.coder.formula.reads)
+        known = all(f"{g.name}_effect" in idata.posterior for g in self.parts.groups)
+        sums, rows, left_out = [], 0, 0
+        for silo, table in as_tables(tables).items():
+            read = [name for name in self.coder.formula.reads if name not in change]
+            whole = table.reindex(columns=table.columns.union(read)).dropna(subset=read)
+            left_out += len(table) - len(whole)
+            if whole.empty:
+                continue
+            rows += len(whole)
+            both = [
+                self.predict(
+                    idata,
+                    whole.assign(**{name: pair[which] for name, pair in change.items()}),
+                    silo=silo if known else "new",
+                    rng_key=rng_key,
+                )
+                for which in (0, 1)
+            ]
+            sums.append((both[0] - both[1]).sum("row"))
+        if not sums:
+            raise ValueError(f"expected rows without missing values, got none of {left_out}")
+        if left_out:
+            warnings.warn(f"{left_out} rows with missing values were left out", stacklevel=2)
+        return sum(sums[1:], sums[0]) / rows
+
+    def summary(self, idata: "InferenceData", exp: bool = False) -> "pd.DataFrame":
+        """Return median, sd and a central interval of 95 % of each coefficient and group's sd.
+
+        :param idata: the result of :meth:`fit` or :meth:`in_units`.
+        :param exp: whether to show the coefficients alone, exponentiated: odds ratios of
+            ``"bernoulli"``, ratios of rates of ``"poisson"``, of hazards of ``"cox"``.
+        """
+        return summary(idata, self.parts, exp)
+
+    def check(self, idata: "InferenceData", **options: Any) -> SiloCheck:
+        """Check the fit by :func:`numpyro_fed.check`, with the coefficients' own names.
+
+        :param options: of :func:`numpyro_fed.check`.
+        """
+        found = check(idata, self.model, self.silos, **options)
+        names = {f"slopes[{i}]": label for i, label in enumerate(self.coder.labels)}
+        sites = found.table["site"].replace(names)
+        shifts = found.shifts.rename(columns=names)
+        return replace(found, table=found.table.assign(site=sites), shifts=shifts)
 
     def __repr__(self) -> str:
         lines = [f"{self.parts.title}", f"  family {self.parts.family}"]

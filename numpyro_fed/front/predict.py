@@ -1,5 +1,6 @@
 """Expected outcomes of rows of a table, under the draws of a fitted formula."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -59,6 +60,15 @@ def expected(
     dims = ("chain", "draw", "row", "level")[: mean.ndim]
     coords = {"chain": post.chain, "draw": post.draw, "row": np.arange(len(table))}
     return DataArray(mean, dims=dims, coords=coords, name=coder.formula.outcome[0])
+
+
+def check_change(change: object, reads: Sequence[str]) -> None:
+    """Raise a ``ValueError`` for what does not say how columns are changed."""
+    pairs = change.items() if isinstance(change, Mapping) else ()
+    if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for _, pair in pairs):
+        raise ValueError(f"change: expected {{column: (value, other value)}}, got {change!r}")
+    if unknown := [name for name, _ in pairs if name not in reads]:
+        raise ValueError(f"change: the formula does not read {unknown}; it reads {list(reads)}")
 
 
 def _effects(

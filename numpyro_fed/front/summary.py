@@ -10,6 +10,7 @@ from numpyro_fed.front.rows import Coder
 from numpyro_fed.front.source import GroupPart, Parts
 
 if TYPE_CHECKING:
+    import pandas as pd
     from arviz import InferenceData
     from xarray import Dataset
 
@@ -73,3 +74,30 @@ def _group(
         )
         post = post.assign_coords({other: post[column].to_numpy()})
     return post
+
+
+def summary(idata: "InferenceData", parts: Parts, exp: bool) -> "pd.DataFrame":
+    """Return median, sd and interval of 95 % of coefficients and groups' sds, or of ratios."""
+    import pandas as pd
+
+    post = group_of(idata, "posterior")
+    columns: dict[str, np.ndarray] = {}
+    if parts.slopes:
+        columns |= {str(x): post["b"].sel(term=x).to_numpy() for x in post["term"].to_numpy()}
+    if exp:
+        columns = {name: np.exp(x) for name, x in columns.items()}
+    else:
+        first = {"Intercept": post["Intercept"].to_numpy()} if parts.intercept else {}
+        columns = first | columns
+        for group in parts.groups:
+            sd = post[f"{group.name}_sd"].to_numpy()
+            for i, effect in enumerate(group.effects):
+                own = sd if len(group.effects) == 1 else sd[..., i]
+                columns[f"sd of {group.name}" + (f", {effect}" if effect != "1" else "")] = own
+    flat = {name: np.asarray(x, float).ravel() for name, x in columns.items()}
+    quantiles = {"median": 0.5, "sd": None, "2.5%": 0.025, "97.5%": 0.975}
+    rows = {
+        name: [x.std() if q is None else np.quantile(x, q) for q in quantiles.values()]
+        for name, x in flat.items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index", columns=list(quantiles))

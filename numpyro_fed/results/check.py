@@ -81,7 +81,7 @@ class SiloCheck:
         if self.log_evidence is not None:
             lines.append("Log evidence {:.2f} (error {:.2f})".format(*self.log_evidence))
         if self.verdict is not None:
-            lines.append(f"The fit is {self.verdict}")
+            lines.append(f"The fit's own checks: {self.verdict}")
         return "\n".join(lines)
 
     def plot(self) -> "Figure":

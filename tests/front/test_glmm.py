@@ -352,6 +352,53 @@ def test_expected_outcomes_of_rows_of_the_fit(family):
     np.testing.assert_allclose(np.concatenate(got), MEANS[family](predictor(m, at), at), rtol=1e-4)
 
 
+def test_a_contrast_is_the_mean_difference_of_all_rows():
+    words = fed.describe(tables(), groups=["ward"], min_count=1)
+    how = {"family": "bernoulli", "words": words}
+    text = "died ~ age * sex + (1 | ward)"
+    m = fed.glmm(text, tables(), **how)
+    at = params_of(m)
+    idata = one_draw(m, at)
+    risk = {}
+    for sex in "MF":
+        changed = fed.glmm(text, {name: t.assign(sex=sex) for name, t in tables().items()}, **how)
+        risk[sex] = sigmoid(predictor(changed, at)).mean()
+    found = m.contrast(idata, tables(), {"sex": ("M", "F")})
+    assert found.dims == ("chain", "draw")
+    np.testing.assert_allclose(found, risk["M"] - risk["F"], rtol=1e-4)
+    holes = {**tables(), "oslo": tables()["oslo"].assign(age=np.nan)}
+    with pytest.warns(UserWarning, match="11 rows with missing values were left out"):
+        fewer = m.contrast(idata, holes, {"sex": ("M", "F")})
+    others = {name: t for name, t in tables().items() if name != "oslo"}
+    np.testing.assert_allclose(fewer, m.contrast(idata, others, {"sex": ("M", "F")}))
+    with pytest.raises(ValueError, match="does not read"):
+        m.contrast(idata, tables(), {"drug": ("a", "b")})
+    with pytest.raises(ValueError, match=r"expected \{column: "):
+        m.contrast(idata, tables(), {"sex": "M"})
+    with pytest.raises(ValueError, match=r"expected 'new' or one of \['oslo'"):
+        m.predict(idata, tables()["oslo"], silo="Oslo")
+
+
+def test_a_summary_has_the_terms_own_names():
+    m = fed.glmm("died ~ age + sex + (1 + age | ward)", tables(), family="bernoulli")
+    idata = one_draw(m, params_of(m))
+    table = m.summary(idata)
+    names = ["Intercept", "age", "sex[M]", "sd of ward", "sd of ward, age"]
+    assert table.index.tolist() == names
+    np.testing.assert_allclose(table["median"]["age"], idata.posterior["b"].sel(term="age").item())
+    ratios = m.summary(idata, exp=True)
+    assert ratios.index.tolist() == ["age", "sex[M]"]
+    np.testing.assert_allclose(ratios["97.5%"], np.exp(table["97.5%"][["age", "sex[M]"]]))
+
+
+@pytest.mark.ci
+def test_a_check_has_the_terms_own_names():
+    m = fed.glmm("died ~ age + sex", tables(), family="bernoulli")
+    found = m.check(m.fit(progress_bar=False, num_draws=400), progress_bar=False, rows=False)
+    assert set(found.shifts) == {"age", "sex[M]", "intercept"}
+    assert set(found.table["site"]) <= set(found.shifts)
+
+
 def test_shares_of_levels_and_effects_of_new_elements():
     m = fed.glmm("few ~ age + (1 | ward)", tables(), family="ordinal")
     at = params_of(m)
