@@ -13,6 +13,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.front.tables import read_file
 from numpyro_fed.mcmc._kernel import LangevinKernel
+from numpyro_fed.mcmc.hmc import HMC
 from numpyro_fed.vi._base import FederatedVI
 
 
@@ -24,7 +25,7 @@ def load_model_file(place: str | Path) -> ModuleType:
     * ``silo(table)``, a function that makes the model's arguments from a silo's table;
     * ``SHARED``, the values of arguments that are the same in all silos;
     * ``ROWS`` and ``INDEX``, the arguments ``rows`` and ``index`` of :class:`~numpyro_fed.Silos`;
-    * either ``svi``, a variational fit of the model, or ``kernel``, a Langevin kernel of it.
+    * either ``svi``, a variational fit of the model, or ``kernel``, a kernel of it.
 
     :raises ValueError: for a file that is not such a module.
     """
@@ -57,12 +58,13 @@ def load_model_file(place: str | Path) -> ModuleType:
             f"{place}: svi: expected fed.SFVI, fed.SFVIAvg or fed.ConduciveSFVI of this file's "
             f"model, got {svi!r}"
         )
-    known = isinstance(kernel, NetworkKernel) or (
+    known = isinstance(kernel, NetworkKernel | HMC) or (
         isinstance(kernel, LangevinKernel) and not kernel.pooled
     )
     if kernel is not None and not (known and kernel.model.model is module.model):
         raise ValueError(
-            f"{place}: kernel: expected fed.FSGLD or another kernel of fed, of this file's model, "
+            f"{place}: kernel: expected fed.FSGLD, fed.DSGLD, fed.HMC, fed.PushSumLangevin or "
+            "fed.GossipLangevin of this file's model, "
             f"got {kernel!r}"
         )
     shared = names.get("SHARED", {})
@@ -74,16 +76,24 @@ def load_model_file(place: str | Path) -> ModuleType:
     return module
 
 
-def method_of(module: ModuleType) -> str:
-    """Return the study's method, by the name that kinds of call have for it."""
+def methods_of(module: ModuleType) -> set[str]:
+    """Return the study's methods, by the names that kinds of call have for them."""
     if module.svi is not None:
-        return "fit"
-    return "network" if isinstance(module.kernel, NetworkKernel) else "chains"
+        return {"fit", "hmc"} if goes_on(module.svi) else {"fit"}
+    if isinstance(module.kernel, HMC):
+        return {"hmc"}
+    return {"network" if isinstance(module.kernel, NetworkKernel) else "chains"}
+
+
+def goes_on(svi: FederatedVI) -> bool:
+    """Return whether HMC follows a fit whose weights fail: neither noised nor of sums alone."""
+    return svi.algorithm == "conducive" and not svi.rounds_only
 
 
 def public_of(module: ModuleType) -> tuple[str, ...]:
     """Return the observed sites that all silos know, as the file's kernel says."""
-    return () if module.kernel is None else tuple(module.kernel.options.public)
+    kernel = module.kernel
+    return () if kernel is None or isinstance(kernel, HMC) else tuple(kernel.options.public)
 
 
 def silo_of_file(

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from numpyro_fed._typing import Facts
-from numpyro_fed.cli.model_file import public_of
+from numpyro_fed.cli.model_file import goes_on, public_of
 from numpyro_fed.decentralized._kernel import NetworkKernel
 from numpyro_fed.engines.wire import Transport, connect
-from numpyro_fed.front.steps import Asked, of_rounds, weighed
+from numpyro_fed.front.steps import Asked, of_rounds, weighed, weighed_or_chains
 from numpyro_fed.mcmc.fsgld import FSGLD
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.results.check import check
 from numpyro_fed.results.diagnose import diagnose
 from numpyro_fed.results.inference_data import to_inference_data
+from numpyro_fed.results.silo_coords import ledger_of
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi.svi import TOL
 
@@ -86,13 +87,19 @@ def posterior(
         raise RuntimeError(f"{result.stopped}; started again with the same folder, the run goes on")
     num_draws = told["chains"] * told["samples"]
     if conducive:
-        found = weighed(svi, result, silos, Asked(num_draws), key_draws)
-        idata, lines = found.idata, [found.reported(f"{of_rounds(result)}; ")]
+        asked = Asked(num_draws)
+        if goes_on(svi):
+            keys = key_draws, jax.random.fold_in(key, 2)
+            found, way = weighed_or_chains(svi, result, silos, asked, keys)
+        else:
+            found, way = weighed(svi, result, silos, asked, key_draws), f"{of_rounds(result)}; "
+        idata, lines = found.idata, [found.reported(way)]
+        ledger = ledger_of(idata.posterior.attrs)
     else:
         idata = to_inference_data(svi, result, silos, num_draws=num_draws, rng_key=key_draws)
-        lines = [f"{len(result.losses)} rounds"]
+        lines, ledger = [f"{len(result.losses)} rounds"], result.ledger
     lines += [str(result.privacy)] if result.privacy is not None else []
-    lines.append(str(result.ledger))
+    lines.append(str(ledger))
     if told.get("check", False):
         lines.append(str(check(idata, module.model, silos)))
     return idata, "\n".join(lines)

@@ -1,5 +1,6 @@
 """Command ``numpyro-fed silo``, for a person at a silo."""
 
+import math
 import sys
 import tempfile
 import time
@@ -11,11 +12,13 @@ import numpy as np
 
 from numpyro_fed._compat import enable_compilation_cache
 from numpyro_fed.cli.common import FILE, FOLDER, added, check_address, check_name, flower_engine
-from numpyro_fed.cli.model_file import load_model_file, method_of, public_of, silo_of_file
+from numpyro_fed.cli.model_file import load_model_file, methods_of, public_of, silo_of_file
 from numpyro_fed.density.check import check_own_factorization
 from numpyro_fed.engines.silo_side import SiloSide
 from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.rounds.task import TASKS
+
+_EVERY = 10.0  # seconds between two lines of a silo that answers, in a log
 
 
 class OpenedSilo(NamedTuple):
@@ -180,7 +183,7 @@ def opened_silo(
                 public=public_of(module),
                 fit=module.svi,
                 guards=guards,
-                ceilings=_ceilings(ceilings, method_of(module)),
+                ceilings=_ceilings(ceilings, methods_of(module)),
                 own_keys=own_keys,
             )
         # check the factorization at the silo's rows, and the fit's demands on a model
@@ -197,9 +200,9 @@ def opened_silo(
     return OpenedSilo(side, place, what_leaves(side, place, guards, allowed))
 
 
-def _ceilings(given: tuple[str, ...], method: str) -> dict[str, int]:
+def _ceilings(given: tuple[str, ...], methods: set[str]) -> dict[str, int]:
     """Return ceilings by kind: of kinds that the study's method does not ask for, 0."""
-    out = {kind: 0 for kind, task in TASKS.items() if method not in task.methods}
+    out = {kind: 0 for kind, task in TASKS.items() if not methods & {*task.methods}}
     for text in given:
         kind, _, number = text.partition("=")
         if kind not in TASKS or not number.isdecimal():
@@ -229,7 +232,7 @@ def what_leaves(
         f"Stays here: all rows; local latents ({private}).",
         "Leaves, once: the silo's name, numbers of rows, the arguments' names and types.",
         *_shared(side),
-        f"Leaves, in answer to the server ({d} global parameters, numbers of 4 bytes):",
+        f"Leaves, in answer to the server (d = {d} global parameters, numbers of 4 bytes):",
     ]
     for kind in side.answered:
         task, ceiling = (
@@ -285,13 +288,14 @@ class _Counted:
 
     def __init__(self, side: SiloSide) -> None:
         self.side, self.name = side, side.name
-        self.messages, self.sent = 0, 0
+        self.messages, self.sent, self.shown = 0, 0, -math.inf
 
     def answer(self, data: bytes) -> bytes:
         answer = self.side.answer(data)
         self.messages += 1
         self.sent += len(answer)
-        if sys.stderr.isatty() or self.messages % 100 == 1:
+        if sys.stderr.isatty() or time.monotonic() - self.shown > _EVERY:
+            self.shown = time.monotonic()
             end = "\r" if sys.stderr.isatty() else "\n"
             click.echo(
                 f"{time.strftime('%H:%M:%S')}  {self.messages:,} messages answered, "

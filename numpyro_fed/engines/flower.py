@@ -128,7 +128,9 @@ class Flower:
     :param grace: time in which a node has to tell its name, in seconds, also if another node claims
         the same name.
     :param poll: longest time between two looks for replies, in seconds.
-    :param waiting: called with the names of silos that are not there yet, whenever these change.
+    :param waiting: called with the names of silos that are not there yet, or do not answer,
+        whenever these change.
+    :param silence: time after which a silo that does not answer is named, in seconds.
     :raises TimeoutError: naming the silos that did not appear.
     :raises ValueError: for a silo that is not among ``names``, and two nodes with one name.
     """
@@ -144,6 +146,7 @@ class Flower:
         grace: float = 30.0,
         poll: float = 0.1,
         waiting: Callable[[list[str]], object] | None = None,
+        silence: float = 30.0,
     ) -> None:
         self.grid, self.names = grid, tuple(names)
         if len(set(self.names)) < len(self.names) or not self.names:
@@ -151,6 +154,7 @@ class Flower:
         self.timeout, self.patience, self.poll = timeout, patience, poll
         #: Reasons for which silos did not answer in the last exchange, by name.
         self.reasons: dict[str, str] = {}
+        self.waiting, self.silence, self._told = waiting, silence, list[str]()
         self.registry = Registry(grid, self.names, grace)
         self.registry.find(wait, poll, waiting)
 
@@ -188,6 +192,7 @@ class Flower:
             self.registry.look(soon=bool(away))
             moved = self._pull(sent, replies)
             waits = {name for name, _, _ in sent.values()} - set(replies)
+            self._tell(messages, replies, now - start)
             if len(replies) == len(messages) or (not waits and last):
                 break
             pause = _FIRST if moved else min(2 * pause, self.poll)
@@ -198,6 +203,16 @@ class Flower:
             for name in lost
         }
         return {name: replies[name] for name in messages if name in replies}
+
+    def _tell(
+        self, messages: Mapping[str, bytes], replies: Mapping[str, bytes], seconds: float
+    ) -> None:
+        """Say which silos do not answer for long, and when they do again."""
+        silent = {n for n in messages if n not in replies} if seconds > self.silence else set()
+        named = sorted((silent | set(self._told)) - set(replies))
+        if self.waiting is not None and named != self._told:
+            self.waiting(named)
+            self._told = named
 
     def _push(
         self, messages: Mapping[str, bytes], sent: dict[str, tuple[str, int, float]], end: float

@@ -1,10 +1,8 @@
 """Fit of a posterior in one call, with a report and a verdict of its own checks."""
 
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -17,12 +15,11 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.front.steps import (
     Asked,
     Found,
-    add_ledgers,
     fsgld,
     hmc,
-    marginal,
     of_rounds,
     weighed,
+    weighed_or_chains,
 )
 from numpyro_fed.results.vi_inference_data import check_num_draws
 from numpyro_fed.results.weighing import prepare_draws
@@ -162,32 +159,17 @@ def _by_rounds(
         ledger = result.ledger.of_each(silos.names)
         partition = svi.setup(silos).partition()
         result = replace(result, ledger=ledger, partition=partition)
-    words = of_rounds(result)
+    way = told = f"{of_rounds(result)}; "
     if asked.progress_bar:  # what follows may take minutes
-        print(f"{words};")
-    told = f"{words}; "
+        print(told)
     if method == "fsgld":
         found = fsgld(model, result, silos, asked, key_chains)
-        return _reported(found, f"{words}; ", asked.progress_bar, told)
-    last = partial(weighed, svi, result, silos, asked, key_draws)
-    if method == "vi" or isinstance(silos, MixedSilos):
-        return _reported(last(), told, asked.progress_bar, told)
-    with warnings.catch_warnings():  # the report says so
-        warnings.filterwarnings("ignore", "Pareto's k of the approximation")
-        found = last()
-    if found.verdict != "sound":
-        try:
-            chains = (
-                marginal(model, result, silos, asked, key_chains)
-                if isinstance(silos, RemoteSilos)
-                else hmc(model, silos, asked, key_chains)
-            )
-        except (ValueError, RuntimeError) as error:  # the weighed draws are not lost
-            found = found._replace(mend=f"{found.mend}. HMC: {error}")
-            return _reported(found, f"{words}; ", asked.progress_bar, told)
-        words, found = f"{words}; {found.words} (unsound, so chains went on)", chains
-        add_ledgers(found.idata, result.ledger)
-    return _reported(found, f"{words}; ", asked.progress_bar, told)
+    elif method == "vi" or isinstance(silos, MixedSilos):
+        found = weighed(svi, result, silos, asked, key_draws)
+    else:
+        found, way = weighed_or_chains(svi, result, silos, asked, (key_draws, key_chains))
+        told = way
+    return _reported(found, way, asked.progress_bar, told)
 
 
 def _check_silos(method: str, silos: Silos | MixedSilos) -> None:

@@ -18,6 +18,7 @@ from numpyro_fed.mcmc.hmc import HMC
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.results.diagnose import Diagnosis, diagnose
 from numpyro_fed.results.inference_data import to_inference_data
+from numpyro_fed.results.weighing import WIDEST
 from numpyro_fed.rounds.federated import Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.surrogates.natural_step import CONVERGED
@@ -109,9 +110,11 @@ def weighed(
         words += f"; none for the candidates of {', '.join(visited)}, which stay in the silos"
     if _has_converged(result) and max(k, unit) <= POOR:
         return Found(idata, words, "sound", "")
+    dim = len(result.params[f"{svi.guide.prefix}_loc"])
+    wide = f" (mixtures are for at most {WIDEST} global coordinates, not {dim})"
     mend = (
-        ". Expected k <= 0.7 and rounds that converge: "
-        'take method="fsgld", or reparameterize the model'
+        f". Expected k <= 0.7 and rounds that converge{wide if dim > WIDEST else ''}: "
+        'take method="auto", which goes on by HMC, or reparameterize the model'
     )
     return Found(idata, words, "unsound", mend)
 
@@ -183,6 +186,38 @@ def marginal(
         return run.found(silos, words)
 
 
+def weighed_or_chains(
+    svi: ConduciveSFVI,
+    result: VIResult,
+    silos: Silos,
+    asked: Asked,
+    keys: tuple[Array, Array],
+) -> tuple[Found, str]:
+    """Return weighed draws, or those of HMC where the weights fail, and a text on what was before.
+
+    :param keys: seeds of the draws, and of the chains.
+    """
+    way = f"{of_rounds(result)}; "
+    with warnings.catch_warnings():  # the report says so
+        warnings.filterwarnings("ignore", "Pareto's k of the approximation")
+        found = weighed(svi, result, silos, asked, keys[0])
+    if found.verdict == "sound":
+        return found, way
+    way_on = f"{way}{found.words} (unsound, so chains went on); "
+    if asked.progress_bar:
+        print(way_on.removeprefix(way))
+    try:
+        chains = (
+            marginal(svi.model, result, silos, asked, keys[1])
+            if isinstance(silos, RemoteSilos)
+            else hmc(svi.model, silos, asked, keys[1])
+        )
+    except (ValueError, RuntimeError) as error:  # the weighed draws are not lost
+        return found._replace(mend=f"{found.mend}. HMC: {error}"), way
+    add_ledgers(chains.idata, result.ledger)
+    return chains, way_on
+
+
 class _Plan(NamedTuple):
     """What is asked, and numbers of chains and of warm-up draws.
 
@@ -201,7 +236,8 @@ class _Plan(NamedTuple):
 
     def are_enough(self, found: Diagnosis) -> bool:
         """Return whether chains are sound, and enough of their draws effective."""
-        effective = found.table.loc["effective draws", "value"]
+        # chains of two draws have no such row
+        effective = found.table["value"].get("effective draws", 0.0)
         return found.verdict == "sound" and effective >= _ENOUGH * self.num * self.num_chains
 
 
@@ -272,10 +308,14 @@ def _run_chains(
         diverged = _diverged(diagnosis)
         if diverged and kernel + 1 < len(kernels):
             kernel, length, start = kernel + 1, 0, None
+            why = "trajectories diverged: again with shorter steps"
         elif diverged or length + 1 == len(plan.lengths) or settled(diagnosis):
             return _Chains(plan.asked, mcmc, diagnosis, each, spent)
         else:
             length, start = length + 1, None if remote else mcmc.last_state
+            why = f"{diagnosis.verdict}: a longer run"
+        if plan.asked.progress_bar:
+            print(why)
         if start is None:
             spent.append(mcmc.sampler.ledger(mcmc.last_state))
 

@@ -101,9 +101,9 @@ def _check_levels(leaf: str, x: np.ndarray, name: str, least: int) -> None:
         low, high = column.min(), column.max()
         count = np.array([(column == low).sum(), (column == high).sum()])
         if low < high and count.sum() == len(column) and count.min() < least:
-            of = f"column {place} of {leaf!r}" if x.ndim > 1 else repr(leaf)
+            of = f"{leaf}[:, {place}]" if x.ndim > 1 else repr(leaf)
             raise ValueError(
                 f"guard min_level_rows: of silo {name!r} one of the two levels of {of} has "
                 f"{count.min()} rows; expected "
-                f"at least {least}"
+                f"at least {least} (--min-level-rows)"
             )

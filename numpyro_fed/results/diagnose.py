@@ -56,8 +56,8 @@ _MENDS = {
     "effective draws of latents": "run longer: a latent moves in its silo's rounds alone",
     "rounds undone": "lower step_size, or the bias_target of fed.Step",
     "trajectories diverged": (
-        "raise target_accept_prob, or reparameterize the model: the chains do not reach a part of "
-        "the posterior"
+        "raise target_accept_prob, or reparameterize the model (sigma * z with a standard normal z "
+        "in place of latents of sd sigma): the chains do not reach a part of the posterior"
     ),
     "steps cut": "lower step_size or fed.Step(bias_target=), or take fewer num_local_steps",
     "step size": (

@@ -1,7 +1,8 @@
 """Names of silos as ArviZ coordinates, and the ledger as ArviZ attributes."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,3 +36,8 @@ def silo_coords(idata: "InferenceData", factors: Factors, silos: Silos, suffix: 
 def ledger_attrs(ledger: Ledger) -> dict[str, str]:
     """Return the ledger as attributes that netCDF can hold."""
     return {entry: json.dumps(value) for entry, value in asdict(ledger).items()}
+
+
+def ledger_of(attrs: Mapping[str, str]) -> Ledger:
+    """Return the ledger in the attributes of a posterior."""
+    return Ledger(**{one.name: tuple(json.loads(attrs[one.name])) for one in fields(Ledger)})

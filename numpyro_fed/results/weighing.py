@@ -53,7 +53,7 @@ _FEWEST = 100  # fewest draws by which Pareto's k is judged: its fit is to a fif
 _MIXTURES = 4  # most mixtures that are tried: on real data k was good after one to three
 # most coordinates of theta for which a mixture is fitted: with sixteen, an sd stayed at .87 of
 # NUTS's though k was .68 (heart_disease_hospitals)
-_WIDEST = 8
+WIDEST = 8
 
 
 class Weighed(NamedTuple):
@@ -136,7 +136,7 @@ def weigh(
     if can and not first and max(found.k, found.unit.get("pareto_k_unit", found.k)) > POOR:
         found = judge(True, drawn(0, True))
     for number in range(1, _MIXTURES + 1):
-        if whiten is None or config.factors.dim > _WIDEST or not POOR < found.k < np.inf:
+        if whiten is None or config.factors.dim > WIDEST or not POOR < found.k < np.inf:
             break
         u = np.asarray(whiten(found.draws.theta), np.float64)
         draws = drawn(1 + number, found.placed, fit_mixture(u, _rng(key, number)).wider())

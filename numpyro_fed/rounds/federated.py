@@ -101,7 +101,7 @@ class Ledger:
 
     def __repr__(self) -> str:
         width = max(5, *(len(n) for n in self.silos))
-        head = f"{'silo':<{width}} {'rounds':>9} {'gradients':>12} {'MB down':>9} {'MB up':>9}"
+        head = f"{'silo':<{width}} {'rounds':>9} {'gradients':>12} {'kB down':>10} {'kB up':>10}"
         columns = zip(
             self.silos,
             self.rounds,
@@ -111,7 +111,7 @@ class Ledger:
             strict=True,
         )
         lines = [
-            f"{name:<{width}} {rounds:>9,} {gradients:>12,} {down / 1e6:>9.3f} {up / 1e6:>9.3f}"
+            f"{name:<{width}} {rounds:>9,} {gradients:>12,} {down / 1e3:>10,.1f} {up / 1e3:>10,.1f}"
             for name, rounds, gradients, down, up in columns
         ]
         return "\n".join([head, *lines])

@@ -296,14 +296,14 @@ def test_the_method_is_the_model_files(study):
         module, fed.RemoteSilos(silos, fed.Loopback(silos)), told, study / "chains"
     )
     assert found.posterior["beta"].shape == (2, 50, 2)
-    assert "MB up" in words
+    assert "kB up" in words
     module, silos = inline_rounds(study, SVI)
     remote = fed.RemoteSilos(silos, fed.Loopback(silos))
     found, words = posterior(module, remote, told, checkpoint)
     assert "Pareto's k" in words
     key_rounds, key_draws = random.split(random.key(3))
     result = module.svi.run(key_rounds, 1000, remote, tol=1e-3, progress_bar=False)
-    assert words.startswith(f"{len(result.losses)} rounds")
+    assert words.startswith(f"q(theta) converged in {len(result.losses)} conducive rounds")
     expected = fed.to_inference_data(
         module.svi, result, remote, num_draws=100, rng_key=key_draws, resample=True
     )
@@ -313,6 +313,39 @@ def test_the_method_is_the_model_files(study):
     )  # it has converged, and makes no further round
     np.testing.assert_array_equal(again.posterior["beta"], found.posterior["beta"])
     assert same == words
+
+
+@pytest.mark.ci
+def test_a_fit_whose_weights_fail_goes_on(study, monkeypatch):
+    """Its silos answer the calls of HMC, too; those of a fit with sums alone do not."""
+    from numpyro_fed.cli.posterior import posterior
+    from numpyro_fed.front import steps
+
+    monkeypatch.setattr(steps, "POOR", -10.0)  # no k is good enough
+    module, silos = inline_rounds(study, SVI)
+    told = {"chains": 2, "samples": 50, "rounds": 0, "seed": 3}
+    words = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told)[1]
+    assert "(unsound, so chains went on); HMC with latents integrated out" in words
+    rounds = int(re.search(r"chains of \d+ draws, ([\d,]+) rounds", words)[1].replace(",", ""))
+    (line,) = [line for line in words.splitlines() if line.startswith("oslo ")]
+    assert int(line.split()[1].replace(",", "")) > rounds  # those before count, too
+    assert "LeapfrogLocal" in silo(study, "--check").output
+    sums = SVI.replace("(model))", "(model), secure_sum=True)")
+    (study / "study.py").write_text(MODEL + sums)
+    assert "LeapfrogLocal" not in silo(study, "--check").output
+
+
+@pytest.mark.ci
+def test_hmc_is_a_kernel_of_a_study(study):
+    from numpyro_fed.cli.posterior import posterior
+
+    module, silos = inline_rounds(study, "kernel = fed.HMC(model)\n")
+    told = {"chains": 2, "warmup": 20, "samples": 30, "seed": 3}
+    found = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told)[0]
+    assert found.posterior["beta"].shape == (2, 30, 2)
+    shown = silo(study, "--check").output
+    assert "LeapfrogLocal" in shown
+    assert "VisitLocal" not in shown
 
 
 class Leaving(fed.Loopback):
@@ -452,7 +485,7 @@ def test_the_coordinator_is_told_at_once(study, options, message):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("kernel = fed.SGLD(model, 0.1)", "kernel: expected fed.FSGLD or another kernel of fed"),
+        ("kernel = fed.SGLD(model, 0.1)", "kernel: expected fed.FSGLD, fed.DSGLD, fed.HMC"),
         (
             "import nowhere_to_be_found",
             "study.py: ModuleNotFoundError: No module named 'nowhere_to_be_found'",
@@ -466,7 +499,7 @@ def test_the_coordinator_is_told_at_once(study, options, message):
             "other = lambda x, y: None\nsvi = fed.ConduciveSFVI(other, fed.AutoSiloNormal(other))",
             "this file's model",
         ),
-        ("kernel = fed.FSGLD", "kernel: expected fed.FSGLD or another kernel of fed"),
+        ("kernel = fed.FSGLD", "kernel: expected fed.FSGLD, fed.DSGLD, fed.HMC"),
         ("kernel = fed.FSGLD(model)\nsvi = 1", "svi and kernel; expected one of them"),
     ],
 )

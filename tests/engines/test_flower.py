@@ -156,6 +156,31 @@ def test_silos_that_do_not_appear_are_named():
     assert told[-1] == ["bern", "rome"]
 
 
+def test_a_silo_that_is_silent_for_long_is_named_and_when_it_answers():
+    class Slow(InProcessGrid):
+        """The second silo's replies come late."""
+
+        late = None
+
+        def pull_messages(self, message_ids):
+            came = list(super().pull_messages(message_ids))
+            if self.late is None:  # before the exchange
+                return came
+            self.held = [*getattr(self, "held", []), *came]
+            waits = time.monotonic() < self.late
+            out = [m for m in self.held if not waits or m.metadata.src_node_id != 2]
+            self.held = [m for m in self.held if m not in out]
+            return out
+
+    grid, told = Slow([echo("oslo"), echo("rome")]), []
+    transport = Flower(grid, ["oslo", "rome"], wait=5, waiting=told.append, silence=0.1)
+    assert told[-1] == []
+    grid.late = time.monotonic() + 0.5
+    before = len(told)
+    assert set(transport.exchange({"oslo": b"", "rome": b""})) == {"oslo", "rome"}
+    assert told[before:] == [["rome"], []]
+
+
 def test_a_silo_that_cannot_start_is_told_by_the_type_of_its_error_alone():
     def broken(context):
         raise KeyError("patient 17")

@@ -387,7 +387,7 @@ def test_chains_that_cannot_start_leave_the_weighed_draws(monkeypatch):
         raise ValueError("the log density is not finite at the start of a chain")
 
     monkeypatch.setattr(steps, "POOR", -10.0)
-    monkeypatch.setitem(fed.fit.__globals__, "hmc", no_start)
+    monkeypatch.setattr(steps, "hmc", no_start)
     silos = hierarchy_silos(np.arange(9) % 3)
     attrs = fed.fit(hierarchy, silos, progress_bar=False).posterior.attrs
     assert attrs["verdict"] == "unsound"
