@@ -798,7 +798,7 @@ def rows(n, ones=5):
         (
             rows(30, 2),
             fed.Guards(),
-            "guard min_level_rows: of silo 'oslo' one of the two levels of x[:, 1] has 2",
+            r"guard min_level_rows: of silo 'oslo' one of the two levels of x\[:, 1\] has 2",
         ),
         (rows(30, 28), fed.Guards(), "guard min_level_rows"),
         (
