@@ -7,6 +7,7 @@ dictionary, too, instead of the rows at hand.
 
 import contextlib
 import io
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from numpyro_fed.front.tables import as_text, column
 
 _SMOOTH = 8  # B-splines of s()
 _KEEP = "dictionary_"
+# C(drug, Treatment("none")) is "drug" in the name of a column: drug[A]
+_LEVELS = re.compile(r"\bC\(([\w.]+)(?:, *\w+(?:\([^()]*\))?)?\)")
 
 
 class _Matrix(Protocol):
@@ -48,7 +51,7 @@ class Design:
         terms = self._matrix.terms.values() if self._matrix else []
         #: names of the columns, without the intercept
         self.labels = [
-            label.replace(_KEEP, "")
+            _LEVELS.sub(r"\1", label.replace(_KEEP, ""))
             for term in terms
             if term.kind not in ("intercept", "offset")
             for label in term.labels

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 OWN = ("scale", "standardize", "center", "bs", "s")
 # formulae's, which read all rows that they are given
 _REFUSED = ("poly", "rescale", "binary")
+CHOSEN = re.compile(r"\bC\(\s*([\w.]+)")  # columns whose levels are coded as the formula says
 CALL = re.compile(rf"\b({'|'.join(OWN)})\(")
 # names in a written model
 _USED = {

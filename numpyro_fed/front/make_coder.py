@@ -8,7 +8,7 @@ import pandas as pd
 from numpyro_fed.front.design import Design
 from numpyro_fed.front.dictionary import Dictionary, describe
 from numpyro_fed.front.families import FAMILIES
-from numpyro_fed.front.formula import Formula, parse
+from numpyro_fed.front.formula import CHOSEN, Formula, parse
 from numpyro_fed.front.holes import Hole
 from numpyro_fed.front.rows import Coder, group_labels
 
@@ -114,9 +114,10 @@ def _described(
             raise ValueError(
                 f"silo {silo!r}: no column {lacking[0]!r}; there are {sorted(table.columns)}"
             )
-    levels = [*(parts.outcome if family == "ordinal" else ()), *({"silo"} & names)]
+    levels = {*CHOSEN.findall(parts.rhs), *({"silo"} & names)} & names
+    levels |= {*parts.outcome} if family == "ordinal" else set()
     kept = {s: t[[c for c in sorted(names) if c in t]] for s, t in tables.items()}
-    return describe(kept, levels=levels, min_count=1)
+    return describe(kept, levels=sorted(levels), min_count=1)
 
 
 def _coder(
@@ -128,6 +129,12 @@ def _coder(
     event: str | None,
     weights: str | None,
 ) -> Coder:
+    for name in CHOSEN.findall(parts.rhs):
+        if name in words.columns and words.columns[name].kind == "number":
+            raise ValueError(
+                f"column {name!r}: C() expects levels, got numbers; describe the tables with "
+                f"levels=[{name!r}]"
+            )
     for name in (*parts.outcome, *parts.smooths):
         kind = words.column(name).kind
         if name in parts.smooths and kind != "number":

@@ -211,6 +211,14 @@ def test_columns_are_those_that_formulae_makes_of_the_pooled_table():
     np.testing.assert_allclose(found, columns, rtol=1e-12, atol=1e-12)
 
 
+def test_columns_of_chosen_levels_have_short_names():
+    m = fed.glmm("real ~ sex * C(drug, Treatment('b')) + C(item)", tables())
+    names = ["sex[M]", "drug[a]", "drug[c]", "sex[M]:drug[a]", "sex[M]:drug[c]"]
+    assert m.coder.labels == [*names, "item[1]", "item[2]", "item[3]"]
+    with pytest.raises(ValueError, match=r"column 'item': C\(\) expects levels, got numbers"):
+        fed.glmm("real ~ C(item)", tables(), words=fed.describe(tables()))
+
+
 def test_a_level_that_a_silo_lacks_costs_nothing():
     apart = np.where(POOLED["drug"] == "c", "rome", WHERE)  # oslo and bern lack it
     m = fed.glmm("real ~ drug", tables(apart))
