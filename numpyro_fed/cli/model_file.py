@@ -86,7 +86,10 @@ def methods_of(module: ModuleType) -> set[str]:
 
 
 def goes_on(svi: FederatedVI) -> bool:
-    """Return whether HMC follows a fit whose weights fail: neither noised nor of sums alone."""
+    """Return whether HMC goes on where the weights of a fit fail.
+
+    It cannot where the silos' replies are noised or masked.
+    """
     return svi.algorithm == "conducive" and not svi.rounds_only
 
 

@@ -51,7 +51,8 @@ class Coder:
     def by(self, group: Group) -> str | None:
         """Return the group whose elements each lie in one of this group's, or ``None``.
 
-        Of wards in hospitals in countries, it is hospitals for countries.
+        With wards in hospitals in countries, that of countries is hospitals, and that of hospitals
+        is wards.
         """
         inside = [g for g in self.formula.groups if self._lies_in(g, group)]
         depths = [sum(self._lies_in(g, other) for other in inside) for g in inside]
@@ -59,9 +60,9 @@ class Coder:
 
     def _lies_in(self, inner: Group, outer: Group) -> bool:
         """Return whether an element of a group names one of another, or its silo."""
-        cross = {inner.name, outer.name} & self.crossing.keys()
-        named = {*outer.factor} < {*inner.factor} or outer.factor == ("silo",) != inner.factor
-        return not cross and named
+        if inner == outer or {inner.name, outer.name} & self.crossing.keys():
+            return False
+        return outer.factor == ("silo",) or {*outer.factor} < {*inner.factor}
 
     def arguments(
         self, table: pd.DataFrame, silo: str, outcome: bool = True

@@ -3,7 +3,6 @@
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +17,7 @@ from numpyro_fed.mcmc.hmc import HMC
 from numpyro_fed.mcmc.remote import RemoteMCMC
 from numpyro_fed.results.diagnose import Diagnosis, diagnose
 from numpyro_fed.results.inference_data import to_inference_data
+from numpyro_fed.results.silo_coords import ledger_attrs, ledger_of
 from numpyro_fed.results.weighing import WIDEST
 from numpyro_fed.rounds.federated import Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
@@ -49,7 +49,7 @@ _TARGETS = (0.8, 0.95, 0.99)
 
 
 class Asked(NamedTuple):
-    """What a fit is asked for: draws, pointwise log likelihoods, progress bars."""
+    """Request to a fit: number of draws, whether with rows' log likelihoods, and progress bars."""
 
     num_draws: int
     log_likelihood: bool = True
@@ -95,7 +95,7 @@ def weighed(
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
     around = ", with candidates around the latents' modes at each draw"
     fitted = "drew from a mixture fitted to earlier draws, and "
-    up = (sum(json.loads(attrs["bytes_up"])) - sum(result.ledger.bytes_up)) / 1e3
+    up = (sum(ledger_of(attrs).bytes_up) - sum(result.ledger.bytes_up)) / 1e3
     words = (
         f"the last round, {up:,.1f} kB up, "
         f"{fitted if attrs['mixture'] else ''}weighted {attrs['candidates']:,} "
@@ -162,7 +162,7 @@ def hmc(model: Callable, silos: Silos | MixedSilos, asked: Asked, key: Array) ->
     target = _TARGETS[kernels.index(run.mcmc.sampler)]
     words = (
         f"HMC, {_CHAINS} chains of {plan.num:,} draws{run.kept}, {run.rounds:,} rounds"
-        f"{f', of acceptance {target}, as others diverged' if run.spent else ''}"
+        f"{f', of acceptance {target}, as others diverged' if target > _TARGETS[0] else ''}"
     )
     return run.found(silos, words)
 
@@ -219,7 +219,7 @@ def weighed_or_chains(
 
 
 class _Plan(NamedTuple):
-    """What is asked, and numbers of chains and of warm-up draws.
+    """Plan of a step: the request, and numbers of chains and of warm-up draws.
 
     :param lengths: draws for each one that is kept: of a first run, and of longer ones after it.
     """
@@ -262,8 +262,8 @@ class _Chains(NamedTuple):
     @property
     def rounds(self) -> int:
         """Rounds of these chains and of those before, of the first silo."""
-        ledgers = [*self.spent, self.mcmc.sampler.ledger(self.mcmc.last_state)]
-        return sum(int(ledger.rounds[0]) for ledger in ledgers)
+        ledger = self.mcmc.sampler.ledger(self.mcmc.last_state)
+        return int(ledger.plus(*self.spent).rounds[0])
 
     def found(self, silos: Silos | MixedSilos, words: str, before: Sequence[Ledger] = ()) -> Found:
         """Return the draws, with the ledgers of all rounds."""
@@ -328,6 +328,4 @@ def _diverged(found: Diagnosis) -> bool:
 def add_ledgers(idata: "InferenceData", *ledgers: Ledger) -> None:
     """Add rounds that were made before to the ledger of the chains."""
     attrs = idata.posterior.attrs
-    for name in ("rounds", "gradient_evaluations", "bytes_down", "bytes_up"):
-        before = [asdict(ledger)[name] for ledger in ledgers]
-        attrs[name] = json.dumps(np.sum([json.loads(attrs[name]), *before], axis=0).tolist())
+    attrs |= ledger_attrs(ledger_of(attrs).plus(*ledgers))

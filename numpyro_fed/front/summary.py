@@ -94,10 +94,12 @@ def summary(idata: "InferenceData", parts: Parts, exp: bool) -> "pd.DataFrame":
             for i, effect in enumerate(group.effects):
                 own = sd if len(group.effects) == 1 else sd[..., i]
                 columns[f"sd of {group.name}" + (f", {effect}" if effect != "1" else "")] = own
-    flat = {name: np.asarray(x, float).ravel() for name, x in columns.items()}
-    quantiles = {"median": 0.5, "sd": None, "2.5%": 0.025, "97.5%": 0.975}
-    rows = {
-        name: [x.std() if q is None else np.quantile(x, q) for q in quantiles.values()]
-        for name, x in flat.items()
-    }
-    return pd.DataFrame.from_dict(rows, orient="index", columns=list(quantiles))
+    draws = pd.DataFrame({name: np.asarray(x, float).ravel() for name, x in columns.items()})
+    return pd.DataFrame(
+        {
+            "median": draws.median(),
+            "sd": draws.std(ddof=0),
+            "2.5%": draws.quantile(0.025),
+            "97.5%": draws.quantile(0.975),
+        }
+    )

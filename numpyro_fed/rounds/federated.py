@@ -99,6 +99,15 @@ class Ledger:
         costs = (getattr(self, name) * len(silos) for name in Cost._fields)
         return Ledger(silos, *costs)
 
+    def plus(self, *others: "Ledger") -> "Ledger":
+        """Return the sum with ledgers of the same silos."""
+        every = (self, *others)
+        costs = (
+            tuple(int(sum(n)) for n in zip(*(getattr(x, name) for x in every), strict=True))
+            for name in Cost._fields
+        )
+        return Ledger(self.silos, *costs)
+
     def __repr__(self) -> str:
         width = max(5, *(len(n) for n in self.silos))
         head = f"{'silo':<{width}} {'rounds':>9} {'gradients':>12} {'kB down':>10} {'kB up':>10}"
