@@ -1,4 +1,4 @@
-"""Shared run of the hierarchical models: FSGLD over the silos, beside NUTS on the pooled rows."""
+"""Shared run of many models: FSGLD or `fed.fit` over the silos, beside NUTS on the pooled rows."""
 
 import argparse
 import time
@@ -12,6 +12,7 @@ import numpy as np
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_fed as fed
+from numpyro_fed.density.factorize import factorize
 
 __all__ = ["fit", "main", "reference"]
 
@@ -66,14 +67,17 @@ def main(
     figure: str,
     arguments: Sequence[str] | None = None,
     var_names: Sequence[str] | None = None,
+    by_fit: bool = False,
     **nuts_options: Any,
 ) -> fed.Comparison:
     """Fit both, print their comparison, and draw it.
 
     :param var_names: sites to compare. ``None``: all global latents.
+    :param by_fit: whether ``fed.fit`` fits the silos, and not FSGLD with its defaults.
     :param nuts_options: options of :func:`reference`.
     """
-    parser = argparse.ArgumentParser(description=f"{title}: FSGLD beside pooled NUTS.")
+    by = "fed.fit" if by_fit else "FSGLD"
+    parser = argparse.ArgumentParser(description=f"{title}: {by} beside pooled NUTS.")
     parser.add_argument("--quick", action="store_true", help="few draws")
     parser.add_argument("--figure", type=Path, default=Path("figures", f"{figure}.png"))
     args = parser.parse_args(arguments)
@@ -83,22 +87,23 @@ def main(
     print(data)
     draws = {"num_warmup": 200, "num_samples": 300} if args.quick else {}
     start = time.perf_counter()
-    langevin = fit(model, data, **draws)
+    if by_fit:
+        found = fed.fit(model, data, num_draws=1200 if args.quick else 8000, log_likelihood=False)
+    else:
+        langevin = fit(model, data, **draws)
+        found = fed.to_inference_data(langevin, data, log_likelihood=False)
     middle = time.perf_counter()
     nuts = reference(model, data, **{**nuts_options, **draws})
     seconds = middle - start, time.perf_counter() - middle
-    factors = langevin.sampler.factors
+    factors = factorize(model, data)
     names = var_names or [name for name, _ in factors.global_sites]
-    pair = (
-        fed.to_inference_data(langevin, data, log_likelihood=False),
-        az.from_numpyro(nuts, log_likelihood=False),
-    )
+    pair = found, az.from_numpyro(nuts, log_likelihood=False)
     comparison = fed.compare(*pair, var_names=names)
     print(f"\n{title}\n{comparison}")
     if factors.local_sites:
         print(local_line(*pair, [site.name for site in factors.local_sites]))
     divergences = int(np.sum(nuts.get_extra_fields()["diverging"]))
-    print(f"FSGLD {seconds[0]:.0f} s, NUTS {seconds[1]:.0f} s with {divergences} divergences")
+    print(f"{by} {seconds[0]:.0f} s, NUTS {seconds[1]:.0f} s with {divergences} divergences")
 
     args.figure.parent.mkdir(parents=True, exist_ok=True)
     fed.plot_compare(*pair, var_names=names).savefig(args.figure, dpi=150)

@@ -23,8 +23,10 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
     Columns: ``elpd`` (log density of each silo under all others, summed over silos), ``difference``
     from the best model and its standard error over silos (``se``), stacking ``weight``, ``worst_k``
     (largest Pareto's k of an elpd from weights), ``elpd_loo`` (of each row under all other rows,
-    summed; NaN where a check has no rows), and the ``log_evidence`` (NaN where a fit has none).
-    Nothing leaves a silo.
+    summed), ``difference_loo`` and ``se_loo`` likewise, and the ``log_evidence``. Those of rows
+    are NaN where a check has no rows, and evidence where a fit has none. Nothing leaves a silo.
+
+    Both standard errors take silos as the units, since the differences of single rows stay there.
 
     :param checks: for each model its :func:`check`.
     :return: a table with a row for each model.
@@ -69,21 +71,36 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
     best = int(elpd.sum(1).argmax())
     difference = elpd - elpd[best]
     by_weights = [t["pareto_k"].where(t["how"] == "weights").max() for t in tables.values()]
-    by_rows = [np.nan if c.rows is None else c.rows.loo["elpd"].sum() for c in checks.values()]
+    loo = np.stack([_of_rows(check) for check in checks.values()])
+    of_loo = loo - loo[best]
     evidence = [np.nan if c.log_evidence is None else c.log_evidence[0] for c in checks.values()]
     table = pd.DataFrame(
         {
             "elpd": elpd.sum(1),
             "difference": difference.sum(1),
-            "se": np.sqrt(elpd.shape[1]) * difference.std(1, ddof=1),
+            "se": _error(difference),
             "weight": stacking_weights(elpd),
             "worst_k": by_weights,
-            "elpd_loo": by_rows,
+            "elpd_loo": loo.sum(1),
+            "difference_loo": of_loo.sum(1),
+            "se_loo": _error(of_loo),
             "log_evidence": evidence,
         },
         pd.Index(list(checks), name="model"),
     )
     return table.sort_values("elpd", ascending=False)
+
+
+def _of_rows(check: SiloCheck) -> np.ndarray:
+    """Return the leave-one-row-out log density of each silo's rows, or NaN for each silo."""
+    if check.rows is None:
+        return np.full(len(check.table), np.nan)
+    return check.rows.loo["elpd"].groupby(level="silo").sum()[check.table.index].to_numpy()
+
+
+def _error(difference: np.ndarray) -> np.ndarray:
+    """Return standard errors of sums over silos, ``(models, silos)``."""
+    return np.sqrt(difference.shape[1]) * difference.std(1, ddof=1)
 
 
 def stacking_weights(elpd: np.ndarray) -> np.ndarray:

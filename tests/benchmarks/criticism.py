@@ -4,6 +4,7 @@
     python tests/benchmarks/criticism.py silos [--record] [PROBLEM ...]
     python tests/benchmarks/criticism.py outlier [--record] [--simulations N] [--shift X ...]
     python tests/benchmarks/criticism.py evidence [--record]
+    python tests/benchmarks/criticism.py bytes [--record] [PROBLEM ...]
 
 ``loo``: the leave-one-row-out density from the silos' sums, and from ``arviz.loo`` of pooled rows;
 their difference with its Monte-Carlo error (of a posterior with p_loo parameters, by as many draws
@@ -12,7 +13,8 @@ difference of two fits' log evidence, where Pareto's k is at most .7; the larges
 standard errors of both. ``outlier``: how often the mean of a silo is told that was moved by X sds
 of the distribution of silos, and how often another silo's. ``evidence``: the log marginal
 likelihood of six cities with its interaction and without it, beside importance sampling in double
-precision with 80 nodes for each child's intercept.
+precision with 80 nodes for each child's intercept. ``bytes``: what a check of remote silos sends to
+a silo, and brings back, on a result that has no log likelihoods of silos and on one that has them.
 
 Problems are those of `fidelity_problems.py`, and for ``silos`` also ``ist``: deaths in IST by
 country (`NUMPYRO_FED_DATA`).
@@ -24,6 +26,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import arviz as az
 import jax
@@ -35,6 +38,7 @@ from record import record
 from scipy import optimize, special, stats
 
 import numpyro_fed as fed
+from numpyro_fed.rounds.worker import Call
 
 LOO = ("kidiq", "six_cities", "eight_schools", "heart_disease_hospitals", "exam")
 SILOS = ("six_cities_ten", "heart_disease_hospitals")
@@ -218,10 +222,44 @@ def _reference(product: bool, num: int = 40_000) -> tuple[float, float]:
     return np.log(ratio.mean()) + log_ratio.max(), error
 
 
+class Counted(fed.Loopback):
+    """Carrier that counts the bytes of arrays."""
+
+    sent = back = 0
+
+    def ask(self, calls: list[Call]) -> list[Any]:
+        """Answer the calls, and count them and their replies."""
+        replies = super().ask(calls)
+        self.sent += _bytes([call.message for call in calls])
+        self.back += _bytes(replies)
+        return replies
+
+
+def _bytes(tree: Any) -> int:
+    return sum(np.asarray(x).nbytes for x in jax.tree.leaves(tree))
+
+
+def told(name: str) -> list[dict]:
+    """Return the kilobytes of a check to and from a silo."""
+    model, silos = PROBLEMS[name].model, PROBLEMS[name].silos()
+    remote = fed.RemoteSilos(silos, fed.Loopback(silos))
+    idata = fed.fit(model, remote, progress_bar=False)
+    facts: dict[str, Any] = {"problem": name, "silos": len(silos)}
+    for what, rows, kept in (("all", True, False), ("rows", True, True), ("none", False, True)):
+        result = idata.copy()
+        if not kept:
+            del result.log_likelihood_silo
+        carrier = Counted(silos)
+        fed.check(result, model, fed.RemoteSilos(silos, carrier), rows=rows, progress_bar=False)
+        for way, count in (("sent", carrier.sent), ("back", carrier.back)):
+            facts[f"{what}_{way}"] = count / len(silos) / 1000
+    return [facts]
+
+
 def main() -> None:
     """Print the rows that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["loo", "silos", "outlier", "evidence"])
+    parser.add_argument("what", choices=["loo", "silos", "outlier", "evidence", "bytes"])
     parser.add_argument("problems", nargs="*")
     parser.add_argument("--simulations", type=int, default=50)
     parser.add_argument("--shift", type=float, nargs="+", default=[0.0, 3.0, 5.0])
@@ -232,6 +270,7 @@ def main() -> None:
         "silos": [partial(left_out, name) for name in args.problems or (*SILOS, "ist")],
         "outlier": [partial(outlier, args.simulations, shift) for shift in args.shift],
         "evidence": [evidence],
+        "bytes": [partial(told, name) for name in args.problems or LOO],
     }
     start, rows = time.time(), []
     for task in tasks[args.what]:

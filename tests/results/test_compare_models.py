@@ -9,16 +9,19 @@ from scipy.optimize import minimize_scalar
 
 import numpyro_fed as fed
 from numpyro_fed.results.compare_models import stacking_weights
+from numpyro_fed.results.row_check import RowCheck
 
 
-def made(elpd, evidence=None, names=("a", "b", "c")):
+def made(elpd, evidence=None, names=("a", "b", "c"), loo=None):
     index = pd.Index(names, name="silo")
     table = pd.DataFrame(
         {"rows": [3, 4, 5], "elpd": elpd, "pareto_k": [0.1, 0.9, 0.2]}, index
     ).assign(how=["weights", "refit", "weights"])
-    return fed.SiloCheck(
-        table, pd.DataFrame(index=index), np.zeros((1, 3)), None, "sound", evidence
-    )
+    if loo is not None:  # two observed sites, silos in another order
+        places = pd.MultiIndex.from_product([["x", "y"], names[::-1]], names=["site", "silo"])
+        loo = pd.DataFrame({"elpd": np.concatenate([loo[::-1], np.ones(3)])}, places)
+        loo = RowCheck(loo, *[pd.DataFrame()] * 2)
+    return fed.SiloCheck(table, pd.DataFrame(index=index), np.zeros((1, 3)), loo, "sound", evidence)
 
 
 def test_the_table():
@@ -31,6 +34,21 @@ def test_the_table():
     assert table["worst_k"].tolist() == [0.2, 0.2]  # not that of the refit
     assert table.loc["one", "log_evidence"] == -11.0
     assert np.isnan(table.loc["other", "log_evidence"])
+
+
+def test_rows_are_compared_by_silo():
+    one, other = np.array([-3.0, -4.0, -5.0]), np.array([-3.5, -4.0, -7.5])
+    checks = {"one": made(one, loo=2 * one), "other": made(other, loo=other)}
+    table = fed.compare_models(checks)
+    assert table["elpd_loo"].tolist() == [-24.0 + 3, -15.0 + 3]
+    # from the model that predicts silos best, which is not the one that predicts rows best
+    assert table["difference_loo"].tolist() == [0.0, 9.0]
+    error = np.sqrt(3) * np.std(other - 2 * one, ddof=1)
+    assert table.loc["other", "se_loo"] == pytest.approx(error)
+    # a check without rows has no part in it
+    table = fed.compare_models({"one": made(one, loo=one), "other": made(other)})
+    assert table["elpd_loo"].isna().tolist() == [False, True]
+    assert np.isnan(table.loc["other", ["difference_loo", "se_loo"]].astype(float)).all()
 
 
 def test_weights_are_the_best_mixture():
