@@ -236,7 +236,7 @@ class Counted(fed.Loopback):
 
 
 def _bytes(tree: Any) -> int:
-    return sum(np.asarray(x).nbytes for x in jax.tree.leaves(tree))
+    return sum(getattr(x, "nbytes", 8) for x in jax.tree.leaves(tree))
 
 
 def told(name: str) -> list[dict]:
