@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from numpyro_fed._compat import enable_compilation_cache
-from numpyro_fed.cli.common import FILE
+from numpyro_fed.cli.common import FILE, confirm
 from numpyro_fed.cli.silo import OpenedSilo, opened_silo, silo_options
 from numpyro_fed.engines.study_desk import Desk
 
@@ -44,4 +44,4 @@ def _ask(text: str, opened: OpenedSilo, first: bool, yes: bool) -> None:
         click.echo(opened.leaves)
     click.echo(text)
     if not yes:
-        click.confirm("Answer?", abort=True)
+        confirm("Answer?")

@@ -40,7 +40,10 @@ _FIT = (
         "--rounds",
         type=click.IntRange(0),
         default=0,
-        help="Most rounds of a variational fit.  [default: those of its privacy's budget, or 1000]",
+        help=(
+            "Most rounds of a variational fit.  [default: those of its privacy's budget, 40 "
+            "conducive ones, or 1000]"
+        ),
     ),
     click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True),
     click.option(
@@ -164,3 +167,13 @@ def flower_engine() -> ModuleType:
     except ImportError as error:
         raise click.ClickException(str(error)) from error
     return flower
+
+
+def confirm(question: str) -> None:
+    """Ask, and end the command where the answer is no or there is nobody to ask."""
+    try:
+        agreed = click.confirm(question)
+    except click.Abort as error:
+        raise click.ClickException("nobody answered; without a terminal, give --yes") from error
+    if not agreed:
+        raise click.Abort

@@ -1,5 +1,6 @@
 """Coordinator of a deployment with Flower: a SuperLink, and the run that it hosts."""
 
+import io
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,19 @@ if TYPE_CHECKING:
 
 
 _START = 60.0  # seconds for SuperLink to start
+_EVERY = 10.0  # seconds between two lines on how far a run is
+
+
+class Bar(io.TextIOBase):
+    """Stream that keeps the last state of a progress bar in a file."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            write_whole(self.place, text.strip().encode())
+        return len(text)
 
 
 def _draw(grid: "Grid", context: "Context") -> None:
@@ -58,11 +73,12 @@ def _draw(grid: "Grid", context: "Context") -> None:
         carrier: Any = silos.carrier
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", UserWarning)
-            if "result" in told:
-                words = str(check(read_netcdf(told["result"]), module.model, silos))
-            else:
-                idata, words = posterior(module, silos, told, folder / "checkpoint")
-                idata.to_netcdf(told["out"])
+            with redirect_stderr(Bar(folder / "progress")):
+                if "result" in told:
+                    words = str(check(read_netcdf(told["result"]), module.model, silos))
+                else:
+                    idata, words = posterior(module, silos, told, folder / "checkpoint", True)
+                    idata.to_netcdf(told["out"])
         lines = [words, "On the wire (messages, bytes to the silo, bytes from it):"]
         lines += [
             f"  {name}: {t.messages:,}, {t.bytes_down:,}, {t.bytes_up:,}"
@@ -104,8 +120,14 @@ def coordinate(
     """
     folder, tls = folder.resolve(), tls.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("done", "failed", "process", "waiting"):
+    end_former(folder)
+    for name in ("done", "failed", "process", "waiting", "progress", "link"):
         (folder / name).unlink(missing_ok=True)
+    if (folder / "checkpoint").exists():
+        click.echo(
+            f"going on from {folder / 'checkpoint'}; with another --folder the run starts afresh",
+            err=True,
+        )
     host, port = check_address("address", address)
     environment = {**os.environ, **QUIET, "FLWR_HOME": str(folder / "flower")}
     environment["PATH"] = os.pathsep.join(
@@ -121,6 +143,7 @@ def coordinate(
     exit_at_sigterm(128 + signal.SIGTERM)
     with (folder / "link.log").open("ab") as log:
         link = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
+    (folder / "link").write_text(str(link.pid))
     try:
         near = "127.0.0.1" if host in ("", "0.0.0.0") else host
         _wait_for(link, near, port, folder)
@@ -147,8 +170,8 @@ def coordinate(
 
 
 def _report(link: subprocess.Popen, folder: Path) -> str:
-    """Wait for the end of the run, and return its text; say whom it waits for."""
-    place, said = folder / "waiting", None
+    """Wait for the run, and return its text; say whom it waits for, and how far it is."""
+    place, bar, said, shown, when = folder / "waiting", folder / "progress", None, "", 0.0
     while not (folder / "done").exists():
         if (folder / "failed").exists():
             raise RuntimeError(
@@ -157,12 +180,43 @@ def _report(link: subprocess.Popen, folder: Path) -> str:
         if place.exists() and (missing := place.read_text()) != said:
             click.echo(f"waiting for {missing}" if missing else "all silos are here", err=True)
             said = missing
+        if time.monotonic() - when > _EVERY and bar.exists() and (text := bar.read_text()) != shown:
+            click.echo(f"{time.strftime('%H:%M:%S')}  {text}", err=True)
+            shown, when = text, time.monotonic()
         if link.poll() is not None or _is_gone(folder / "process"):
             raise RuntimeError(
                 f"SuperLink, or the run in it, ended without a result; see {folder / 'link.log'}"
             )
         time.sleep(0.2)
     return (folder / "done").read_text()
+
+
+def end_former(folder: Path) -> None:
+    """End the SuperLink of a run that was killed, and the run in it, which nobody waits for."""
+    for name, command in (("link", "flower-superlink"), ("process", "flwr-serverapp")):
+        try:
+            number = int((folder / name).read_text())
+        except (FileNotFoundError, ValueError):
+            continue
+        if command not in _command_of(number):
+            continue
+        click.echo(f"ending {command} of a former run, process {number}", err=True)
+        for signal_, seconds in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
+            with suppress(ProcessLookupError):
+                os.kill(number, signal_)
+            end = time.monotonic() + seconds
+            while _command_of(number) and time.monotonic() < end:
+                time.sleep(0.1)
+
+
+def _command_of(number: int) -> str:
+    """Return state and command line of a process, empty where there is none, or no ``ps``."""
+    command = ["ps", "-o", "stat=,command=", "-p", str(number)]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+    return "" if found.startswith("Z") else found
 
 
 def _is_gone(place: Path) -> bool:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from numpyro_fed.cli.common import FILE, check_name
+from numpyro_fed.cli.common import FILE, check_name, confirm
 from numpyro_fed.front.dictionary import describe as describe_tables
 
 
@@ -48,6 +48,6 @@ def describe(
             quantiles = ", ".join(f"{p:.0%} {x:.6g}" for p, x in facts.quantiles)
             click.echo(f"{column}: {quantiles}")
     if not yes:
-        click.confirm(f"Write this to {out}, for the coordinator?", abort=True)
+        confirm(f"Write this to {out}, for the coordinator?")
     told.save(out)
     click.echo(f"{out}: {len(told.columns)} columns")

@@ -18,13 +18,12 @@ from numpyro_fed.results.diagnose import diagnose
 from numpyro_fed.results.inference_data import to_inference_data
 from numpyro_fed.results.silo_coords import ledger_of
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.vi.svi import TOL
+from numpyro_fed.vi.svi import MOST_ROUNDS, TOL
 
 if TYPE_CHECKING:
     from arviz import InferenceData
 
-# SFVI came within a nat of its bound in about so many on five models, conducive rounds end by
-# themselves after ten to thirty (docs/results.md)
+# SFVI came within a nat of its bound in about so many on five models (docs/results.md)
 _MOST_ROUNDS = 1000
 
 
@@ -44,7 +43,11 @@ def connected(transport: Transport, module: ModuleType, **options: Any) -> Remot
 
 
 def posterior(
-    module: ModuleType, silos: RemoteSilos, told: Facts, checkpoint: Path | None = None
+    module: ModuleType,
+    silos: RemoteSilos,
+    told: Facts,
+    checkpoint: Path | None = None,
+    progress_bar: bool = False,
 ) -> tuple["InferenceData", str]:
     """Return the posterior by the study's method, and a text on its cost.
 
@@ -53,6 +56,7 @@ def posterior(
     :param told: ``chains``, ``warmup``, ``samples``, ``rounds`` (0: a default), ``seed``, and
         perhaps ``check``: whether to leave each silo out in turn.
     :param checkpoint: file from which a run goes on; ``None``: none.
+    :param progress_bar: show rounds on standard error.
     :raises RuntimeError: when the variational fit stopped early.
     """
     key, svi = jax.random.key(told["seed"]), module.svi
@@ -63,6 +67,7 @@ def posterior(
             num_warmup=told["warmup"],
             num_samples=told["samples"],
             num_chains=chains,
+            progress_bar=progress_bar,
             checkpoint=checkpoint,
         )
         mcmc.run(key, silos)
@@ -73,12 +78,13 @@ def posterior(
         idata.posterior.attrs |= {"report": judged.summary(), "verdict": judged.verdict}
         return idata, f"{judged.summary()}\n{cost}"
     conducive, (key_rounds, key_draws) = svi.algorithm == "conducive", jax.random.split(key)
+    most = MOST_ROUNDS if conducive else _MOST_ROUNDS
     result = svi.run(
         key_rounds,
-        told["rounds"] or (svi.privacy.num_rounds if svi.privacy is not None else _MOST_ROUNDS),
+        told["rounds"] or (svi.privacy.num_rounds if svi.privacy is not None else most),
         silos,
         tol=TOL if conducive else None,
-        progress_bar=False,
+        progress_bar=progress_bar,
         checkpoint=checkpoint,
         # about ten conducive rounds, and thousands of others
         checkpoint_every=1 if conducive else 10,
@@ -87,7 +93,7 @@ def posterior(
         raise RuntimeError(f"{result.stopped}; started again with the same folder, the run goes on")
     num_draws = told["chains"] * told["samples"]
     if conducive:
-        asked = Asked(num_draws)
+        asked = Asked(num_draws, progress_bar=progress_bar)
         if goes_on(svi):
             keys = key_draws, jax.random.fold_in(key, 2)
             found, way = weighed_or_chains(svi, result, silos, asked, keys)

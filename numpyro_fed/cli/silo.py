@@ -11,7 +11,15 @@ import click
 import numpy as np
 
 from numpyro_fed._compat import enable_compilation_cache
-from numpyro_fed.cli.common import FILE, FOLDER, added, check_address, check_name, flower_engine
+from numpyro_fed.cli.common import (
+    FILE,
+    FOLDER,
+    added,
+    check_address,
+    check_name,
+    confirm,
+    flower_engine,
+)
 from numpyro_fed.cli.model_file import load_model_file, methods_of, public_of, silo_of_file
 from numpyro_fed.density.check import check_own_factorization
 from numpyro_fed.engines.silo_side import SiloSide
@@ -144,7 +152,7 @@ def silo(
     if check or server is None or ca is None:
         return
     if not yes:
-        click.confirm(f"Take part as {opened.side.name!r}, at {server}?", abort=True)
+        confirm(f"Take part as {opened.side.name!r}, at {server}?")
     enable_compilation_cache(opened.folder / "programs")
     _serve(opened.side, server, ca, key, give_up)
 
@@ -316,6 +324,13 @@ def _serve(side: SiloSide, server: str, ca: Path, key: Path | None, give_up: flo
             flower.client_app(lambda _: counted), server, side.name, ca=ca, key=key, give_up=give_up
         )
     except (ConnectionError, ValueError) as error:
+        if isinstance(error, ConnectionError) and counted.messages:
+            click.echo(
+                f"no coordinator for {give_up:.0f} s or more, after {counted.messages:,} messages: "
+                "the study is over, or the coordinator cannot be reached. If it goes on, start "
+                "this command again",
+                err=True,
+            )
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         click.echo(f"\nended; {counted.messages:,} messages were answered", err=True)

@@ -281,7 +281,9 @@ def _silo_plates(sites: Mapping[str, Site], sizes: dict[str, int]) -> dict[str, 
         if not matches:
             raise ValueError(
                 f"silo plate {name!r}: its size is no argument's number of rows. Take it from the "
-                f"data, e.g. silo_plate({name!r}, x.shape[0]); the row groups are {sorted(sizes)}"
+                f"data, e.g. silo_plate({name!r}, x.shape[0]); the row groups are {sorted(sizes)}. "
+                "Where arguments have different numbers of rows, rows= (ROWS in a study's file) "
+                "names the plate of each"
             )
         plates[name] = matches[0]
     if not plates:

@@ -9,9 +9,11 @@ SuperNodes within one process. See ``docs/flower.md`` for a deployment.
 import logging
 import math
 import os
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from numpyro_fed.engines.flower_commands import QUIET, link_command, node_command, write_app
 from numpyro_fed.engines.side import Side, printable
@@ -175,34 +177,48 @@ class Flower:
         sent: dict[str, tuple[str, int, float]] = {}  # message: silo, node, until when
         after = dict.fromkeys(messages, -math.inf)  # when a silo that was asked may be asked again
         self.reasons, pause = {}, _FIRST
-        while (now := time.monotonic()) < end:
-            last = now - start >= self.patience
-            busy = {(name, node) for name, node, _ in sent.values()}
-            open_ = [name for name in messages if name not in replies]
-            away = [name for name in open_ if name not in self.registry.nodes]
-            due = [
-                n
-                for n in open_
-                if n not in away and (n, self.registry.nodes[n]) not in busy and after[n] <= now
-            ]
-            due = [n for n in due if after[n] < 0 or not last]
-            self.reasons |= dict.fromkeys(away, "its node is not there")
-            self._push({name: messages[name] for name in due}, sent, end)
-            after |= dict.fromkeys(due, now + _PAUSE)
-            self.registry.look(soon=bool(away))
-            moved = self._pull(sent, replies)
-            waits = {name for name, _, _ in sent.values()} - set(replies)
-            self._tell(messages, replies, now - start)
-            if len(replies) == len(messages) or (not waits and last):
-                break
-            pause = _FIRST if moved else min(2 * pause, self.poll)
-            time.sleep(pause)
+        with self._watched(messages, replies):
+            while (now := time.monotonic()) < end:
+                last = now - start >= self.patience
+                busy = {(name, node) for name, node, _ in sent.values()}
+                open_ = [name for name in messages if name not in replies]
+                away = [name for name in open_ if name not in self.registry.nodes]
+                due = [
+                    n
+                    for n in open_
+                    if n not in away and (n, self.registry.nodes[n]) not in busy and after[n] <= now
+                ]
+                due = [n for n in due if after[n] < 0 or not last]
+                self.reasons |= dict.fromkeys(away, "its node is not there")
+                self._push({name: messages[name] for name in due}, sent, end)
+                after |= dict.fromkeys(due, now + _PAUSE)
+                self.registry.look(soon=bool(away))
+                moved = self._pull(sent, replies)
+                waits = {name for name, _, _ in sent.values()} - set(replies)
+                self._tell(messages, replies, now - start)
+                if len(replies) == len(messages) or (not waits and last):
+                    break
+                pause = _FIRST if moved else min(2 * pause, self.poll)
+                time.sleep(pause)
         lost = [name for name in messages if name not in replies]
         self.reasons = {
             name: self.reasons.get(name, f"no answer in {time.monotonic() - start:.0f} s")
             for name in lost
         }
         return {name: replies[name] for name in messages if name in replies}
+
+    @contextmanager
+    def _watched(
+        self, messages: Mapping[str, bytes], replies: Mapping[str, bytes]
+    ) -> Iterator[None]:
+        """Say who is silent, also while Flower waits for an upload that a killed silo began."""
+        watch = threading.Timer(self.silence, self._tell, (messages, replies, math.inf))
+        watch.daemon = True
+        watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
 
     def _tell(
         self, messages: Mapping[str, bytes], replies: Mapping[str, bytes], seconds: float

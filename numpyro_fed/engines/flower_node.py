@@ -10,6 +10,7 @@ interface; therefore the versions of Flower are pinned.
 import logging
 import os
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,7 @@ def serve(
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = _HEARTBEAT
     fleet_http_connection.os = http_retry.os = SimpleNamespace(getpid=os.getpid, kill=_unknown)
     exit_at_sigterm(0)  # leaves the connection, which tells the server
+    _calm_flower()
     keys, patience = None if key is None else _keys(key), _EXPIRES if give_up is None else give_up
     signed_by = _certificate(ca)
     since = None  # time of the first refusal
@@ -104,10 +106,27 @@ def serve(
                     f"(flwr supernode register), and no other node with this key: {error}"
                 ) from error
             _log.warning(
-                "the server does not let this node in: its key is not registered, or the server "
-                "still counts on a former process of the node; trying again"
+                "the server does not let this node in yet: the coordinator is still starting, or "
+                "the server still counts on a former process of this node, for two minutes or so. "
+                "If this goes on, its key is not registered. Trying again"
             )
             time.sleep(_AGAIN)
+
+
+def _calm_flower() -> None:
+    """Have Flower say once in plain words, and without colors, that the server does not answer."""
+    said: list[bool] = []
+
+    def once(record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("Connection attempt failed, retrying"):
+            return True
+        record.msg, record.args = "the coordinator does not answer; trying again", ()
+        said.append(True)
+        return len(said) == 1
+
+    for handler in logging.getLogger("flwr").handlers:
+        handler.addFilter(once)
+        handler.colored = sys.stderr.isatty()  # type: ignore[attr-defined]
 
 
 def _refused(code: int, message: str | None = None, *_: object, **__: object) -> None:

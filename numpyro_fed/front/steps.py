@@ -21,7 +21,7 @@ from numpyro_fed.results.silo_coords import ledger_attrs, ledger_of
 from numpyro_fed.results.weighing import WIDEST
 from numpyro_fed.rounds.federated import Ledger
 from numpyro_fed.rounds.remote import RemoteSilos
-from numpyro_fed.surrogates.natural_step import CONVERGED
+from numpyro_fed.vi.conducive.checks import has_converged
 from numpyro_fed.vi.importance import POOR
 from numpyro_fed.vi.result import VIResult
 from numpyro_fed.vi.svi import ConduciveSFVI
@@ -101,14 +101,15 @@ def weighed(
         f"{fitted if attrs['mixture'] else ''}weighted {attrs['candidates']:,} "
         f"public draws by the silos' likelihoods"
         f"{around if attrs['placed'] else ''}: Pareto's k {k:.2f} "
-        f"({attrs['pareto_k_of']}: {'good' if k <= POOR else 'too large'})"
+        f"({attrs['pareto_k_of']}: {'good' if k <= POOR else 'too large'}; "
+        f"{attrs['effective_draws']:,.0f} effective draws)"
     )
     if "pareto_k_unit" in attrs:
         words += f", of the latents' candidates at worst {unit:.2f} ({attrs['pareto_k_unit_at']})"
     visited = json.loads(attrs.get("remote", "[]"))
     if visited:
         words += f"; none for the candidates of {', '.join(visited)}, which stay in the silos"
-    if _has_converged(result) and max(k, unit) <= POOR:
+    if has_converged(result.state) and max(k, unit) <= POOR:
         return Found(idata, words, "sound", "")
     dim = len(result.params[f"{svi.guide.prefix}_loc"])
     wide = f" (mixtures are for at most {WIDEST} global coordinates, not {dim})"
@@ -119,16 +120,11 @@ def weighed(
     return Found(idata, words, "unsound", mend)
 
 
-def _has_converged(result: VIResult) -> bool:
-    """Return whether q(theta) has come to rest in conducive rounds."""
-    return float(result.state.server.moved) <= CONVERGED
-
-
 def of_rounds(result: VIResult) -> str:
     """Return a text on conducive rounds: how many, what silos sent, and whether they converged."""
     moved = float(result.state.server.moved)
     names, up = result.ledger.silos, sum(result.ledger.bytes_up) / 1e3
-    how = "converged" if _has_converged(result) else "has not converged"
+    how = "converged" if has_converged(result.state) else "has not converged"
     return (
         f"q(theta) {how} in {len(result.losses)} conducive rounds of {len(names)} "
         f"silo{'' if len(names) == 1 else 's'}, {up:.1f} kB up "

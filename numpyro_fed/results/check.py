@@ -33,6 +33,7 @@ from numpyro_fed.results.silo_likelihood import (
 )
 from numpyro_fed.results.vi_inference_data import check_num_draws, vi_inference_data
 from numpyro_fed.rounds.remote import Loopback, RemoteSilos
+from numpyro_fed.vi.conducive.checks import has_converged
 from numpyro_fed.vi.importance import POOR, log_mean, smoothed
 from numpyro_fed.vi.svi import MOST_ROUNDS, TOL, conducive_for
 
@@ -42,14 +43,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# ways of leaving a silo out whose numbers may be wrong
+_DOUBTS = {
+    "failed weights": "Weights fail (Pareto's k above .7), and no refit was made, for",
+    "unsound refit": "The fit without the silo has not converged for",
+}
+
+
 @dataclass(frozen=True)
 class SiloCheck:
     """Check of a model, silo by silo; it prints as its table.
 
     :ivar table: for each silo the rows of its largest row group, ``elpd`` (log density of its data
         under all others, in nats), ``se`` (Monte-Carlo error of it), ``pareto_k`` of the weights,
-        ``how`` (weights, or a refit without the silo), and the largest ``shift`` of a coefficient
-        with its ``site``.
+        ``how`` (weights, failed weights, a refit without the silo, or one that has not converged),
+        and the largest ``shift`` of a coefficient with its ``site``.
     :ivar shifts: shift of each coefficient when the silo is left out, in posterior sds, silos by
         coefficients.
     :ivar log_likelihood: log likelihood of each silo at the draws, ``(draws, silos)``.
@@ -70,12 +78,10 @@ class SiloCheck:
         lines = [self.table.to_string(float_format=lambda x: f"{x:.2f}")]
         total = self.table["elpd"].sum()
         lines.append(f"Leave one silo out: elpd {total:.2f} in all")
-        failed = self.table.index[(self.table["pareto_k"] > POOR) & (self.table["how"] != "refit")]
-        if len(failed):
-            lines.append(
-                f"Weights fail (Pareto's k above .7), and no refit was made, for "
-                f"{', '.join(failed)}: do not trust their lines"
-            )
+        for how, why in _DOUBTS.items():
+            doubtful = self.table.index[self.table["how"] == how]
+            if len(doubtful):
+                lines.append(f"{why} {', '.join(doubtful)}: do not trust their lines")
         if self.rows is not None:
             lines += self.rows.lines()
         if self.log_evidence is not None:
@@ -183,10 +189,13 @@ def check(
     for name, own in zip(each, terms.T, strict=True):
         weight, k = smoothed(-own)
         if k > POOR and here:
-            density, others = _refitted(model, silos, name, num_draws, _evidence(posterior.attrs))
-            how = "refit"
+            density, others, converged = _refitted(
+                model, silos, name, num_draws, _evidence(posterior.attrs)
+            )
+            how = "refit" if converged else "unsound refit"
         else:
-            density, others, how = log_mean(own, weight), weight @ values, "weights"
+            density, others = log_mean(own, weight), weight @ values
+            how = "weights" if k <= POOR else "failed weights"
         left_out.append(_LeftOut(*density, k, how, (others - mean) / sd))
     return _collected(silos, names, left_out, terms, of_rows, posterior.attrs)
 
@@ -213,19 +222,19 @@ def _refitted(
     name: str,
     num_draws: int,
     evidence: tuple[float, float] | None,
-) -> tuple[tuple[float, float], np.ndarray]:
-    """Return a silo's log density by a fit without it, with its error, and that fit's mean.
+) -> tuple[tuple[float, float], np.ndarray, bool]:
+    """Return a silo's log density by a fit without it, its error, the fit's mean, and convergence.
 
     :param evidence: log evidence of the fit of all silos, and its error.
     """
     rest = _among(silos, [other for other in silos.names if other != name])
     # the factorization was checked on all silos
     svi = conducive_for(model, rest, validate=False)
-    result = svi.run(
-        jax.random.key(silos.names.index(name)), MOST_ROUNDS, rest, tol=TOL, progress_bar=False
-    )
-    with warnings.catch_warnings():
+    key = jax.random.key(silos.names.index(name))
+    with warnings.catch_warnings():  # the table says so
+        warnings.filterwarnings("ignore", "q has not converged")
         warnings.filterwarnings("ignore", "Pareto's k of the approximation")
+        result = svi.run(key, MOST_ROUNDS, rest, tol=TOL, progress_bar=False)
         idata = vi_inference_data(
             svi, result, rest, num_draws=num_draws, log_likelihood=False, resample=True
         )
@@ -233,12 +242,12 @@ def _refitted(
     mean, without = coefficients(sites)[1].mean(0), _evidence(idata.posterior.attrs)
     if evidence is not None and without is not None:
         density = evidence[0] - without[0], float(np.hypot(evidence[1], without[1]))
-        return density, mean
+        return density, mean, has_converged(result.state)
     try:
         own = question(model, _among(silos, [name]), sites).log_likelihood()[:, 0]
     except JointLatentsError:
-        return (np.nan, np.nan), mean
-    return log_mean(own, np.full(len(own), 1 / len(own))), mean
+        return (np.nan, np.nan), mean, has_converged(result.state)
+    return log_mean(own, np.full(len(own), 1 / len(own))), mean, has_converged(result.state)
 
 
 def _evidence(attrs: dict) -> tuple[float, float] | None:

@@ -70,7 +70,9 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
     elpd = np.stack([table["elpd"].to_numpy(float) for table in tables.values()])
     best = int(elpd.sum(1).argmax())
     difference = elpd - elpd[best]
-    by_weights = [t["pareto_k"].where(t["how"] == "weights").max() for t in tables.values()]
+    by_weights = [
+        t["pareto_k"].where(t["how"].str.endswith("weights")).max() for t in tables.values()
+    ]
     loo = np.stack([_of_rows(check) for check in checks.values()])
     of_loo = loo - loo[best]
     evidence = [np.nan if c.log_evidence is None else c.log_evidence[0] for c in checks.values()]

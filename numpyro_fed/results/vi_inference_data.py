@@ -235,6 +235,7 @@ def _told(setup: Setup, params: dict, result: VIResult, found: Weighed) -> Facts
     told: Facts = {**ledger_attrs(result.ledger.after(found.cost)), "structures": len(setup.parts)}
     told |= {
         "candidates": found.candidates,
+        "effective_draws": found.worth,
         "placed": int(found.placed),
         "mixture": found.mixture,
     }

@@ -64,6 +64,7 @@ class Weighed(NamedTuple):
     :param judged: what it is the k of.
     :param unit: the largest k of a unit's candidates, and the unit; empty where there is none.
     :param candidates: number of draws that were weighed.
+    :param worth: effective number of them.
     :param placed: whether candidates are around the latents' modes at each draw.
     :param evidence: log marginal likelihood, and its Monte-Carlo error.
     :param mixture: number of the mixture whose draws these are; 0 for q's.
@@ -75,6 +76,7 @@ class Weighed(NamedTuple):
     judged: str
     unit: Facts
     candidates: int
+    worth: float
     placed: bool
     evidence: tuple[float, float]
     mixture: int = 0
@@ -119,7 +121,8 @@ def weigh(
     def judge(placed: bool, *halves: Draws, mixture: int = 0) -> Weighed:
         draws: Draws = jax.tree.map(lambda *x: np.concatenate(x), *halves)
         weight, k, judged = _judged(config, draws, stretched)
-        uneven = effective(weight) < num_draws or k > _FAIR
+        worth = effective(weight)
+        uneven = worth < num_draws or k > _FAIR
         if resample and uneven and len(halves) == 1 and not mixture:
             return judge(placed, *halves, drawn(1, placed))
         candidates, evidence = len(weight), _evidence(draws)
@@ -128,7 +131,7 @@ def weigh(
             draws = jax.tree.map(lambda x: x[chosen], draws)
         several = config.num_local_particles > 1 or any(np.any(x) for x in draws.ratios)
         unit = _worst_unit(setup, draws) if several and not setup.remote else {}
-        return Weighed(draws, k, judged, unit, candidates, placed, evidence, mixture)
+        return Weighed(draws, k, judged, unit, candidates, worth, placed, evidence, mixture)
 
     can = resample and any(can_place(config.families[x.part], x) for x in setup.stacks)
     first = can and setup.remote  # remote silos do not say how good their candidates are

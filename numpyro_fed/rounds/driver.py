@@ -151,4 +151,7 @@ def drive(
             bar.update(run.made - before.made)
             if run.note:
                 bar.set_postfix_str(run.note, refresh=False)
+        if run.made < total and run.stopped is None:  # it has converged, and is done
+            bar.total = run.made
+            bar.refresh()
     return run, None

@@ -195,6 +195,10 @@ def test_nothing_is_sent_before_yes(study):
     assert found.exit_code == 1
     assert "Take part as 'oslo', at 127.0.0.1:1? [y/N]" in found.output
     assert "Aborted" in found.output
+    # as a service, where nobody can answer
+    found = silo(study, "--server", "127.0.0.1:1", "--ca", str(study / "study.py"), input="")
+    assert found.exit_code == 1
+    assert "nobody answered; without a terminal, give --yes" in found.output
 
 
 @pytest.mark.parametrize(
@@ -448,6 +452,37 @@ def test_a_table_that_the_fit_would_refuse_is_refused_at_once(study, change, mes
     found = silo(study, "--check")
     assert found.exit_code == 1, found.output
     assert message in " ".join(found.output.split())
+
+
+def test_what_a_killed_coordinator_left_is_ended(tmp_path, capsys):
+    pytest.importorskip("flwr")
+    from numpyro_fed.cli.coordinator import end_former
+
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+    former = subprocess.Popen([*sleeping, "flower-superlink"])
+    other = subprocess.Popen(sleeping)  # its number was a former run's
+    try:
+        (tmp_path / "link").write_text(str(former.pid))
+        (tmp_path / "process").write_text(str(other.pid))
+        end_former(tmp_path)
+        assert former.wait(5) == -signal.SIGTERM
+        assert other.poll() is None
+        said = capsys.readouterr().err
+        assert said == f"ending flower-superlink of a former run, process {former.pid}\n"
+    finally:
+        for process in (former, other):
+            process.kill()
+            process.wait()
+
+
+def test_a_bar_is_kept_for_who_waits(tmp_path):
+    pytest.importorskip("flwr")
+    from numpyro_fed.cli.coordinator import Bar
+
+    bar = Bar(tmp_path / "progress")
+    for text in ("  0%| | 0/40", "\r 10%|#| 4/40", "\n"):
+        bar.write(text)
+    assert (tmp_path / "progress").read_text() == "10%|#| 4/40"
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,9 @@ def test_an_outlier_is_fitted_without():
     assert row["elpd"] == pytest.approx(elpd[3], abs=0.05)  # the difference of two evidences
     assert row["shift"] == pytest.approx(shift[3], abs=0.1)
     assert "refit" in repr(found)
+    found = fed.check(idata, model, silos, num_draws=1000, rows=False, refit=False)
+    assert found.table.loc["silo 3", "how"] == "failed weights"
+    assert "for silo 3: do not trust" in repr(found)
     assert "Log evidence" in repr(found)
 
 

@@ -85,6 +85,11 @@ def check(config: FitConfig, guide: AutoSiloNormal, stacks: list[SiloRows]) -> N
         )
 
 
+def has_converged(state: VIState) -> bool:
+    """Return whether q(theta) hardly moved in the last round."""
+    return float(state.server.moved) <= CONVERGED
+
+
 def say_how_it_ended(names: tuple[str, ...], state: VIState) -> None:
     """Warn of silos whose replies were not finite, and of a fit that has not converged."""
     # for remote silos the server counts
@@ -101,8 +106,7 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState) -> None:
             "their likelihood is not finite",
             stacklevel=3,
         )
-    moved = float(state.server.moved)
-    if moved > CONVERGED:
+    if not has_converged(state):
         held = int(state.server.held)
         why = (
             f"; in {held} of them the product of the approximate factors was no Gaussian near q, "
@@ -111,7 +115,8 @@ def say_how_it_ended(names: tuple[str, ...], state: VIState) -> None:
             else ""
         )
         warnings.warn(
-            f"q has not converged: it moved by {moved:.2g} sds in the last of {rounds} rounds, "
+            f"q has not converged: it moved by {float(state.server.moved):.2g} sds in the last of "
+            f"{rounds} rounds, "
             f"expected at most {CONVERGED}{why}. Go on with "
             "init_state=result.state, or start nearer (init_loc_fn, init_scale)",
             stacklevel=3,
