@@ -68,6 +68,11 @@ class Design:
                 return design_matrices(
                     rhs, made, na_action="pass", extra_namespace=self._own
                 ).common
+        except KeyError as error:
+            raise ValueError(
+                f"formula, part {rhs.replace(_KEEP, '')!r}: there is no function {error}; expected "
+                "scale(), center(), bs(), s(), C(), I(), or NumPy's, e.g. np.log()"
+            ) from error
         except Exception as error:
             raise ValueError(f"formula, part {rhs.replace(_KEEP, '')!r}: {error}") from error
 
@@ -139,8 +144,9 @@ def clean(
             if unknown := sorted(set(values.dropna()) - told.counts.keys()):
                 raise ValueError(
                     f"silo {silo!r}, column {name!r}: level {unknown[0]!r} is not in the "
-                    f"dictionary, which has {sorted(told.counts)}; join levels with few rows, or "
-                    "describe the tables again with a smaller min_count"
+                    f"dictionary, which has {sorted(told.counts)}; expected one of these. For a "
+                    "level with few rows join it with another, or describe the tables again with "
+                    "a smaller min_count"
                 )
             values = pd.Series(
                 pd.Categorical(values, categories=list(told.counts)), name=values.name

@@ -7,6 +7,7 @@ than ``min_count`` rows stand behind is hidden, and said to be.
 """
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,6 +45,14 @@ class Column:
     counts: Mapping[str, int] = field(default_factory=dict)
     hidden: int = 0
     elements: int | None = None
+
+    @property
+    def is_binary(self) -> bool:
+        """Flag of numbers that are 0 or 1, as far as mean and sd tell."""
+        if self.mean is None or not self.sd:
+            return False
+        values = {value for _, value in self.quantiles}
+        return values <= {0.0, 1.0} and math.isclose(self.sd**2, self.mean * (1 - self.mean))
 
     def quantile(self, share: float) -> float:
         """Return a quantile of the numbers, between those that are known."""

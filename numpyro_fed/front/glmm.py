@@ -203,6 +203,9 @@ class GLMM:
 
     def __repr__(self) -> str:
         lines = [f"{self.parts.title}", f"  family {self.parts.family}"]
+        outcome = self.coder.formula.outcome[0]
+        if self.parts.family == "bernoulli" and (told := self.coder.words.column(outcome)).counts:
+            lines[-1] += f", of {outcome} = {list(told.counts)[1]!r}"
         if self.parts.slopes:
             names = ", ".join(self.coder.labels)
             lines.append(f"  b: {names}")

@@ -1,5 +1,6 @@
 """Code of tables for a formula: checks of what it reads, groups, columns with holes."""
 
+import warnings
 from collections.abc import Mapping
 
 import numpy as np
@@ -150,6 +151,12 @@ def _coder(
             + (", or text with two levels" if family == "bernoulli" else "")
             + f", got the levels {sorted(outcome.counts)}"
         )
+    if family in ("gaussian", "t") and outcome.is_binary:
+        warnings.warn(
+            f"column {parts.outcome[0]!r} is 0 or 1, and the family {family!r}; expected "
+            "family='bernoulli', unless a line is meant",
+            stacklevel=4,
+        )
     common = Design(parts.rhs, words, parts.reads)
     center, scale = common.centers_and_scales()
     # without an intercept a coefficient is of the columns as they are
@@ -189,7 +196,8 @@ def _check_impute(impute: object, parts: Formula) -> Regressions:
         regression = parse(f"y ~ {rhs}")
         if regression.groups or regression.smooths or {*regression.reads} & {*impute, name}:
             raise ValueError(
-                f"impute: the regression of {name!r} must have complete columns alone, got {rhs!r}"
+                f"impute: the regression of {name!r}: expected columns without holes, and no "
+                f"groups and no s(), got {rhs!r}"
             )
         found[str(name)] = regression.rhs, regression.reads
     together = [t for t in parts.rhs.split(" + ") if sum(n in t.split(":") for n in found) > 1]

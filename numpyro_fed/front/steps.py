@@ -90,6 +90,7 @@ def weighed(
         rng_key=key,
         log_likelihood=asked.log_likelihood,
         resample=True,
+        progress_bar=asked.progress_bar,
     )
     attrs = idata.posterior.attrs
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))

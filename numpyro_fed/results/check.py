@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_DRAWN = 10  # coefficients in a figure
 # ways of leaving a silo out whose numbers may be wrong
 _DOUBTS = {
     "failed weights": "Weights fail (Pareto's k above .7), and no refit was made, for",
@@ -95,7 +96,9 @@ class SiloCheck:
         import matplotlib.pyplot as plt
 
         shifts, places = self.shifts, np.arange(len(self.shifts))
-        named = shifts.columns[:10]  # as many as matplotlib has colors
+        # as many as matplotlib has colors: those that move most
+        most = np.argsort(-shifts.abs().max().to_numpy(), kind="stable")[:_DRAWN]
+        named = shifts.columns[np.sort(most)]
         size = (8, max(1 + 0.25 * len(shifts), 0.4 + 0.2 * len(named)))
         figure, (axis, of_k) = plt.subplots(
             1, 2, figsize=size, width_ratios=(3, 1), sharey=True, layout="constrained"
@@ -109,7 +112,9 @@ class SiloCheck:
         of_k.plot(self.table["pareto_k"], places, "o", color="0.3")
         of_k.axvline(POOR, color="0.6", lw=0.8, ls="--", zorder=0)
         of_k.set_xlabel("Pareto's k")
-        figure.legend(frameon=False, fontsize="small", loc="outside right upper")
+        hidden = len(shifts.columns) - len(named)
+        title = f"{hidden} that move less\nare not shown" if hidden else None
+        figure.legend(frameon=False, fontsize="small", loc="outside right upper", title=title)
         return figure
 
 
@@ -236,7 +241,13 @@ def _refitted(
         warnings.filterwarnings("ignore", "Pareto's k of the approximation")
         result = svi.run(key, MOST_ROUNDS, rest, tol=TOL, progress_bar=False)
         idata = vi_inference_data(
-            svi, result, rest, num_draws=num_draws, log_likelihood=False, resample=True
+            svi,
+            result,
+            rest,
+            num_draws=num_draws,
+            log_likelihood=False,
+            resample=True,
+            progress_bar=False,
         )
     sites = global_draws(idata.posterior, factorize(model, silos), num_draws)
     mean, without = coefficients(sites)[1].mean(0), _evidence(idata.posterior.attrs)

@@ -41,11 +41,12 @@ def to_inference_data(fit: FederatedVI | MCMC, *args: Any, **options: Any) -> "I
     effective sample sizes are right for such a selection.
 
     ``to_inference_data(svi, result, silos, num_draws=1000, rng_key=None, log_likelihood=True,
-    resample=False)`` takes the result of a variational fit. The importance weights of the
-    bound resample local latents. With ``resample=True`` the draws of theta are resampled
-    too, from two to four times as many, by their Pareto-smoothed weights. Where these fail, draws
-    of fitted mixtures follow (:mod:`numpyro_fed.vi.mixture`). A remote silo returns its estimated
-    log likelihood at each draw of theta, one number each (under privacy it returns nothing).
+    resample=False, progress_bar=True)`` takes the result of a variational fit. The importance
+    weights of the bound resample local latents. With ``resample=True`` the draws of theta are
+    resampled too, from two to four times as many, by their Pareto-smoothed weights. Where these
+    fail, draws of fitted mixtures follow (:mod:`numpyro_fed.vi.mixture`). A remote silo returns its
+    estimated log likelihood at each draw of theta, one number each (under privacy it returns
+    nothing).
 
     The result has all that ``arviz.from_numpyro(mcmc)`` gives. In addition, each element of a silo
     plate has its pooled row as coordinate, and its silo's name as ``<plate>_silo``. The attributes

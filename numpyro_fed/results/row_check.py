@@ -39,6 +39,9 @@ class RowCheck:
     calibration: "pd.DataFrame"
     predictive: "pd.DataFrame"
 
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
     def plot(self) -> "Figure":
         """Draw mean outcome against mean prediction of groups of rows, a panel for each site.
 
@@ -79,12 +82,17 @@ class RowCheck:
         judged = int((tails.notna() & (tails != 0.5)).to_numpy().sum())
         if judged:
             out.append(
-                f"Outcomes' mean, sd and zeros that the other silos do not expect: {len(odd)}, by "
-                f"chance {2 * _ODD * judged:.1f}"
+                "Mean, sd and share of zeros of each silo's outcome, beside replicates by the "
+                f"others: {len(odd)} of {judged} are in the outer {200 * _ODD:.0f} % "
+                f"({2 * _ODD * judged:.1f} are expected to be by chance)"
             )
+            extreme = (tails.fillna(0.5) - 0.5).abs().stack().idxmax()
+            if not len(odd):
+                odd = tails.stack().loc[[extreme]]  # for who asks who is most unlike the others
         for (site, silo, tail), share in odd.items():
             what = f"{tail.removesuffix('_tail')} of {site!r} in silo {silo!r}"
-            out.append(f"  {what}: below {100 * share:.1f} % of replicates")
+            most = "" if min(share, 1 - share) < _ODD else "most extreme: "
+            out.append(f"  {most}{what}: below {100 * share:.1f} % of replicates")
         return out
 
 

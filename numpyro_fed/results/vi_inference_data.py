@@ -45,6 +45,7 @@ def vi_inference_data(
     rng_key: Array | None = None,
     log_likelihood: bool = True,
     resample: bool = False,
+    progress_bar: bool = True,
 ) -> "InferenceData":
     """Convert a variational fit, as :func:`numpyro_fed.to_inference_data` says."""
     if not isinstance(result, VIResult):
@@ -60,7 +61,7 @@ def vi_inference_data(
         raise ValueError(
             "resample=True: silos of a fit with privacy do not weigh draws; expected resample=False"
         )
-    found = weigh(setup, result, silos, params, key, num_draws, resample)
+    found = weigh(setup, result, silos, params, key, num_draws, resample, progress_bar)
     draws, k, judged = found.draws, found.k, found.judged
     pieces = [
         (globals_of(config, part, draws, params), {}, {}, {})

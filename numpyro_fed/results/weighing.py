@@ -7,6 +7,7 @@ draws (:mod:`numpyro_fed.vi.mixture`), and its draws are weighed in turn, until 
 mixtures were tried.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 from scipy import stats
+from tqdm.auto import tqdm
 
 from numpyro_fed._arviz import import_arviz
 from numpyro_fed._typing import Facts
@@ -25,7 +27,7 @@ from numpyro_fed.rounds.federated import Cost, message_bytes
 from numpyro_fed.rounds.remote import RemoteSilos
 from numpyro_fed.vi._base import FederatedVI
 from numpyro_fed.vi.config import FitConfig
-from numpyro_fed.vi.draws import Draws, Position, draw, draw_remote, positions
+from numpyro_fed.vi.draws import Draws, Position, draw, draw_remote, positions, rows_at_a_draw
 from numpyro_fed.vi.first_params import params_at
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.importance import (
@@ -45,6 +47,7 @@ from numpyro_fed.vi.setup import Setup
 # candidates of each half for a resampled draw: with an effective share of half or more (.6 is
 # usual) one half is worth the number of draws
 _EACH = 2
+_LONG = 1 << 31  # rows and draws: some twenty seconds, in which a bar says how far it is
 _FAIR = 0.5  # Pareto's k up to which half of the candidates is enough to tell
 # log of the usual ratio of one candidate's weight to the others' mean at which a unit's candidates
 # are elsewhere than its law: 1 to 100, where 32 candidates count as less than one
@@ -91,11 +94,13 @@ def weigh(
     key: Array,
     num_draws: int,
     resample: bool,
+    progress_bar: bool = False,
 ) -> Weighed:
     """Draw theta, and latents of silos here, and judge the draws by their weights.
 
     :param params: the fit's global parameters, in their supports.
     :param resample: whether draws are resampled by their weights, from wider proposals.
+    :param progress_bar: show how many draws are weighed, where it lasts.
     """
     config = setup.config
     stretched = resample and isinstance(config.families[0], SiloNormal)
@@ -115,8 +120,13 @@ def weigh(
             draws = draw_remote(config, params, *to, own, told, stretched, placed)
         else:
             here = stacked_params(one, result.params), one.stacks, one.totals
-            draws = draw(one.config, params, *here, told, stretched, placed)
-        return jax.tree.map(np.asarray, draws)  # resampled without programs of each shape
+            places = np.arange(num).reshape(_num_parts(one, num, stretched), -1)
+            parts = [  # on the host, where draws are resampled without programs of each shape
+                jax.tree.map(np.asarray, draw(one.config, params, *here, some, stretched, placed))
+                for some in _some(told, places, progress_bar)
+            ]
+            return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        return jax.tree.map(np.asarray, draws)
 
     def judge(placed: bool, *halves: Draws, mixture: int = 0) -> Weighed:
         draws: Draws = jax.tree.map(lambda *x: np.concatenate(x), *halves)
@@ -147,6 +157,22 @@ def weigh(
     return found._replace(cost=sum(cost, Cost()))
 
 
+def _num_parts(setup: Setup, num: int, stretched: bool) -> int:
+    """Return in how many parts draws are weighed: in several where it takes long."""
+    if num * rows_at_a_draw(setup.config, stretched, setup.stacks) < _LONG:
+        return 1
+    return next(n for n in (20, 10, 5, 4, 2, 1) if num % n == 0)
+
+
+def _some(told: Position, places: np.ndarray, progress_bar: bool) -> Iterator[Position]:
+    """Yield the draws part by part."""
+    if len(places) == 1:
+        yield told
+        return
+    for part in tqdm(places, "last round", disable=not progress_bar):
+        yield jax.tree.map(lambda x, part=part: x[part], told)
+
+
 def _given(mixture: Mixture, key: Array, num: int) -> tuple[Array, Array]:
     """Return draws of a mixture in whitened coordinates, and the log of its density over q's."""
     u = mixture.draw(_rng(key, num), num)
@@ -173,6 +199,8 @@ def prepare_draws(
     # arguments as in the call: a default that is not given would be another program
     first = config, params, setup.stacks[0], rng_key, num, True, None
     told = positions.alone.eval_shape(*first)
+    size = num // _num_parts(setup, num, True)
+    told = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), told)
     pool.submit(positions.alone.lower(*first).compile)
     each = setup.local, setup.stacks, setup.totals, told
     pool.submit(draw.alone.lower(config, params, *each, True, False).compile)

@@ -123,6 +123,7 @@ def drive(
     slots: Slots,
     progress_bar: bool,
     ended: Callable[[Run], bool] = lambda run: False,
+    title: str = "",
 ) -> tuple[Run, BaseException | None]:
     """Make rounds until their number is reached, the run has ended, or an error occurs.
 
@@ -131,6 +132,7 @@ def drive(
     :param slots: the run's slots in remote silos; inline silos have a carrier to no one.
     :param ended: a function that says if the run has converged. It is asked before the first step
         and after each, so that a resumed run ends at the same round.
+    :param title: text before the bar.
     :return: the last whole run, and the error.
     """
 
@@ -138,7 +140,7 @@ def drive(
         return run.made >= total or run.stopped is not None or ended(run)
 
     last = over(run)
-    with tqdm(total=total, initial=run.made, disable=not progress_bar) as bar:
+    with tqdm(desc=title, total=total, initial=run.made, disable=not progress_bar) as bar:
         while not last:
             before = run
             try:

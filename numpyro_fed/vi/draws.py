@@ -318,6 +318,16 @@ def _numbers(config: FitConfig, stretched: bool, local: list, stacks: list[SiloR
     return units + sum(len(rows.number) * _rows_of_draw(config, rows) for rows in stacks)
 
 
+def rows_at_a_draw(config: FitConfig, stretched: bool, stacks: list[SiloRows]) -> int:
+    """Return how many rows are evaluated at one draw in all silos, once for each candidate."""
+    return sum(
+        len(rows.number)
+        * _rows_of_draw(config, rows)
+        * (_num_nodes(config, stretched, rows) or config.num_local_particles)
+        for rows in stacks
+    )
+
+
 def _rows_of_draw(config: FitConfig, rows: SiloRows) -> int:
     """Return how many rows of a silo are evaluated at one draw."""
     family, most = config.families[rows.part], max(n for _, n in rows.pad)

@@ -134,8 +134,10 @@ def run_rounds(
         run = run.after(state, rounds.slots_of(state), len(new), losses=losses)
         return replace(run, stopped=stopped, note=note)
 
+    title = "rounds" if tol is None else f"at most {num_rounds} rounds"
+    slots = rounds.slots
     run, error = drive(
-        run, step, num_rounds, slots=rounds.slots, progress_bar=progress_bar, ended=ended
+        run, step, num_rounds, slots=slots, progress_bar=progress_bar, ended=ended, title=title
     )
     if error is not None:
         run = replace(run, stopped=_reason(error, run.made, setup.remote))

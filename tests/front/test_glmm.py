@@ -627,6 +627,12 @@ REFUSED = {
         {"impute": {"dose": "1"}},
         "does not read 'dose'",
     ),
+    "a function": (("real ~ log(positive)", tables()), {}, r"no function 'log'; .* np\.log\(\)"),
+    "groups of a regression": (
+        ("real ~ dose", with_holes()),
+        {"impute": {"dose": "1 + (1|silo)"}},
+        r"no groups and no s\(\), got '1 \+ \(1\|silo\)'",
+    ),
     "kinds": (
         ("real ~ age", {**tables(), "oslo": TEXT["oslo"]}),
         {},
@@ -640,6 +646,14 @@ def test_what_is_refused(case):
     args, options, words = REFUSED[case]
     with pytest.raises(ValueError, match=words):
         fed.glmm(*args, **options)
+
+
+def test_a_line_through_zeros_and_ones_is_questioned():
+    with pytest.warns(UserWarning, match="column 'died' is 0 or 1, and the family 'gaussian'"):
+        fed.glmm("died ~ age", tables())
+    text = {name: t.assign(died=np.where(t["died"], "yes", "no")) for name, t in tables().items()}
+    said = repr(fed.glmm("died ~ age", text, family="bernoulli"))
+    assert "family bernoulli, of died = 'yes'" in said
 
 
 def test_a_level_that_the_dictionary_lacks_is_named():
