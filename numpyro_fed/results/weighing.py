@@ -7,7 +7,6 @@ draws (:mod:`numpyro_fed.vi.mixture`), and its draws are weighed in turn, until 
 mixtures were tried.
 """
 
-from collections.abc import Iterator
 from concurrent.futures import Executor
 from functools import partial
 from typing import NamedTuple
@@ -119,13 +118,7 @@ def weigh(
             to = slots, silos, setup.stacks
             draws = draw_remote(config, params, *to, own, told, stretched, placed)
         else:
-            here = stacked_params(one, result.params), one.stacks, one.totals
-            places = np.arange(num).reshape(_num_parts(one, num, stretched), -1)
-            parts = [  # on the host, where draws are resampled without programs of each shape
-                jax.tree.map(np.asarray, draw(one.config, params, *here, some, stretched, placed))
-                for some in _some(told, places, progress_bar)
-            ]
-            return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+            return _draw_here(one, result, params, told, stretched, placed, progress_bar)
         return jax.tree.map(np.asarray, draws)
 
     def judge(placed: bool, *halves: Draws, mixture: int = 0) -> Weighed:
@@ -164,13 +157,29 @@ def _num_parts(setup: Setup, num: int, stretched: bool) -> int:
     return next(n for n in (20, 10, 5, 4, 2, 1) if num % n == 0)
 
 
-def _some(told: Position, places: np.ndarray, progress_bar: bool) -> Iterator[Position]:
-    """Yield the draws part by part."""
-    if len(places) == 1:
-        yield told
-        return
-    for part in tqdm(places, "last round", disable=not progress_bar):
-        yield jax.tree.map(lambda x, part=part: x[part], told)
+def _draw_here(
+    setup: Setup,
+    result: VIResult,
+    params: dict[str, Array],
+    told: Position,
+    stretched: bool,
+    placed: bool,
+    progress_bar: bool,
+) -> Draws:
+    """Weigh draws by silos here, in parts behind a progress bar where it takes long.
+
+    Draws are on the host, where they are resampled without programs of each shape.
+    """
+    num = len(told.log_weight)
+    here = stacked_params(setup, result.params), setup.stacks, setup.totals
+    places = np.arange(num).reshape(_num_parts(setup, num, stretched), -1)
+    parts = []
+    for part in tqdm(places, "last round", disable=not progress_bar or len(places) == 1):
+        some = told if len(places) == 1 else jax.tree.map(lambda x, part=part: x[part], told)
+        # keywords would be other programs than those that are compiled ahead
+        draws = draw(setup.config, params, *here, some, stretched, placed)
+        parts.append(jax.tree.map(np.asarray, draws))
+    return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
 def _given(mixture: Mixture, key: Array, num: int) -> tuple[Array, Array]:
