@@ -173,9 +173,9 @@ class EstimateLocal(FitTask):
             keys = (at.key_local, at.key_choice)
             return candidate(*how, context, learned, *keys, rows, own)[0]
 
-        many = _num_nodes(config, self.stretched, rows) or config.num_local_particles
-        units = sum(x.size for x in jax.tree.leaves(own)) * many
-        numbers = units + _rows_of_draw(config, rows)
+        units = sum(x.size for x in jax.tree.leaves(own))
+        many = _num_candidates(config, self.stretched, rows)
+        numbers = units * many + _rows_of_draw(config, self.stretched, rows)
         return lax.map(one, told, batch_size=at_once(len(told.log_weight), numbers)), None
 
 
@@ -311,27 +311,30 @@ def _of_silos(
 def _numbers(config: FitConfig, stretched: bool, local: list, stacks: list[SiloRows]) -> int:
     """Return how many numbers are in memory for one draw."""
     units = sum(
-        sum(x.size for x in jax.tree.leaves(own))
-        * (_num_nodes(config, stretched, rows) or config.num_local_particles)
+        sum(x.size for x in jax.tree.leaves(own)) * _num_candidates(config, stretched, rows)
         for rows, own in zip(stacks, local, strict=True)
     )
-    return units + sum(len(rows.number) * _rows_of_draw(config, rows) for rows in stacks)
+    return units + rows_at_a_draw(config, stretched, stacks)
 
 
 def rows_at_a_draw(config: FitConfig, stretched: bool, stacks: list[SiloRows]) -> int:
     """Return how many rows are evaluated at one draw in all silos, once for each candidate."""
-    return sum(
-        len(rows.number)
-        * _rows_of_draw(config, rows)
-        * (_num_nodes(config, stretched, rows) or config.num_local_particles)
-        for rows in stacks
-    )
+    return sum(len(rows.number) * _rows_of_draw(config, stretched, rows) for rows in stacks)
 
 
-def _rows_of_draw(config: FitConfig, rows: SiloRows) -> int:
-    """Return how many rows of a silo are evaluated at one draw."""
+def _rows_of_draw(config: FitConfig, stretched: bool, rows: SiloRows) -> int:
+    """Return how many rows of a silo are evaluated at one draw, once for each candidate."""
     family, most = config.families[rows.part], max(n for _, n in rows.pad)
-    return most * evaluations(family.integrated(rows) if not family.has_local else None)
+    if family.has_local:
+        return most * _num_candidates(config, stretched, rows)
+    return most * evaluations(family.integrated(rows))
+
+
+def _num_candidates(config: FitConfig, stretched: bool, rows: SiloRows) -> int:
+    """Return the number of candidates of a unit's latents; 1 without latents."""
+    if not config.families[rows.part].has_local:
+        return 1
+    return _num_nodes(config, stretched, rows) or config.num_local_particles
 
 
 def at_once(num: int, numbers: int) -> int:
