@@ -124,6 +124,16 @@ class Dictionary:
         columns = self.columns if silo is None else self.silos[silo]
         return pd.DataFrame({name: _row(facts) for name, facts in columns.items()}).T
 
+    def by_silo(self, column: str) -> pd.DataFrame:
+        """Return one row a silo: what each says of a column.
+
+        :raises ValueError: for a column that no silo has.
+        """
+        self.column(column)
+        return pd.DataFrame(
+            {silo: _row(own[column]) for silo, own in self.silos.items() if column in own}
+        ).T
+
     def __repr__(self) -> str:
         rows = max(c.rows + c.missing for c in self.columns.values())
         with pd.option_context("display.width", 100, "display.max_columns", 10):

@@ -54,6 +54,13 @@ def test_what_few_rows_stand_behind_is_hidden():
     assert shown["x"].mean == 1.5
 
 
+def test_a_column_silo_by_silo():
+    words = fed.describe({"a": {"x": [1.0, 2.0, 3.0]}, "b": {"x": [5.0, None, 7.0]}}, min_count=1)
+    assert words.by_silo("x").loc["b", ["rows", "missing", "mean"]].tolist() == [2, 1, "6"]
+    with pytest.raises(ValueError, match="'y'"):
+        words.by_silo("y")
+
+
 def test_no_quantile_has_fewer_rows_beyond_it():
     x = np.arange(40.0)
     for p, value in fed.describe({"a": {"x": x}}, min_count=3).columns["x"].quantiles:
