@@ -31,6 +31,7 @@ from numpyro_fed.vi.first_params import params_at
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.importance import (
     POOR,
+    POOR_SPREAD,
     effective,
     log_mean,
     smoothed,
@@ -64,6 +65,7 @@ class Weighed(NamedTuple):
     :param draws: the draws, resampled where asked.
     :param k: Pareto's k, the worst of the weights' own and of those of the coordinates' variances.
     :param judged: what it is the k of.
+    :param limit: the largest k of it with which the draws are good.
     :param unit: the largest k of a unit's candidates, and the unit; empty where there is none.
     :param candidates: number of draws that were weighed.
     :param worth: effective number of them.
@@ -76,6 +78,7 @@ class Weighed(NamedTuple):
     draws: Draws
     k: float
     judged: str
+    limit: float
     unit: Facts
     candidates: int
     worth: float
@@ -123,7 +126,7 @@ def weigh(
 
     def judge(placed: bool, *halves: Draws, mixture: int = 0) -> Weighed:
         draws: Draws = jax.tree.map(lambda *x: np.concatenate(x), *halves)
-        weight, k, judged = _judged(config, draws, stretched)
+        weight, k, judged, limit = _judged(config, draws, stretched)
         worth = effective(weight)
         uneven = worth < num_draws or k > _FAIR
         if resample and uneven and len(halves) == 1 and not mixture:
@@ -134,7 +137,7 @@ def weigh(
             draws = jax.tree.map(lambda x: x[chosen], draws)
         several = config.num_local_particles > 1 or any(np.any(x) for x in draws.ratios)
         unit = _worst_unit(setup, draws) if several and not setup.remote else {}
-        return Weighed(draws, k, judged, unit, candidates, worth, placed, evidence, mixture)
+        return Weighed(draws, k, judged, limit, unit, candidates, worth, placed, evidence, mixture)
 
     can = resample and any(can_place(config.families[x.part], x) for x in setup.stacks)
     first = can and setup.remote  # remote silos do not say how good their candidates are
@@ -142,11 +145,11 @@ def weigh(
     if can and not first and max(found.k, found.unit.get("pareto_k_unit", found.k)) > POOR:
         found = judge(True, drawn(0, True))
     for number in range(1, _MIXTURES + 1):
-        if whiten is None or config.factors.dim > WIDEST or not POOR < found.k < np.inf:
+        if whiten is None or config.factors.dim > WIDEST or not found.limit < found.k < np.inf:
             break
         u = np.asarray(whiten(found.draws.theta), np.float64)
         draws = drawn(1 + number, found.placed, fit_mixture(u, _rng(key, number)).wider())
-        found = min(found, judge(found.placed, draws, mixture=number), key=lambda x: x.k)
+        found = min(found, judge(found.placed, draws, mixture=number), key=lambda x: x.k - x.limit)
     return found._replace(cost=sum(cost, Cost()))
 
 
@@ -216,10 +219,13 @@ def prepare_draws(
     import_arviz()
 
 
-def _judged(config: FitConfig, draws: Draws, stretched: bool) -> tuple[np.ndarray, float, str]:
-    """Return smoothed weights, the worst Pareto's k, and a text of what it is the k of.
+def _judged(
+    config: FitConfig, draws: Draws, stretched: bool
+) -> tuple[np.ndarray, float, str, float]:
+    """Return smoothed weights, the worst Pareto's k, a text of what it is the k of, and its limit.
 
-    It is the largest of the weights' own k and of those of the coordinates' variances under them.
+    It is one of the weights' own k and of those of the coordinates' variances under them, the one
+    that is most beyond its limit.
     """
     log_weight = np.asarray(draws.log_weight, np.float64)
     # far out a density may overflow, and the draw gets no weight
@@ -228,11 +234,12 @@ def _judged(config: FitConfig, draws: Draws, stretched: bool) -> tuple[np.ndarra
     if inside.any():
         weight[inside], k = smoothed(log_weight[inside])
     if k in (0.0, float("inf")):  # nearly equal weights, or one that is not finite
-        return weight, k, "its weights"
+        return weight, k, "its weights", POOR
     of_spread, place = tail_of_spreads(weight[inside], np.asarray(draws.theta)[inside])
-    if of_spread <= k:
-        return weight, k, "its weights"
-    return weight, of_spread, f"the spread of {config.factors.owners[place]}"
+    if of_spread - POOR_SPREAD <= k - POOR:
+        return weight, k, "its weights", POOR
+    spread = f"the spread of {config.factors.owners[place]}"
+    return weight, of_spread, spread, POOR_SPREAD
 
 
 def _evidence(draws: Draws) -> tuple[float, float]:
