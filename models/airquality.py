@@ -18,7 +18,7 @@ import numpyro_fed as fed
 
 
 def silos() -> fed.Silos:
-    """Return a silo for each month: temperature and wind, log of ozone, and who was measured."""
+    """Return a silo for each month: temperature, wind, log of ozone, days measured."""
     table = r_table("datasets", "airquality")
     columns = {
         "x": np.stack([standard(table["Temp"]), standard(table["Wind"])], 1),

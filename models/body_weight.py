@@ -5,7 +5,7 @@ smooth deviations: a Gaussian process with exponential covariance. Rows of a sil
 other. Each row's term is its law given the rows before it.
 
 References: Crowder & Hand (1990), Analysis of Repeated Measures (the data, nlme's ``BodyWeight``);
-Pinheiro & Bates (2000), Mixed-Effects Models in S and S-PLUS, section 5.2.
+Pinheiro & Bates (2000), Mixed-Effects Models in S and S-PLUS, section 5.3.
 """
 
 import jax

@@ -3,8 +3,8 @@
 Each row is a score in one year. A child has an intercept of its own; a school has an intercept and
 a slope of its own. So elements of one silo plate (children) lie within those of another (schools).
 
-References: Raudenbush & Bryk (2002), Hierarchical Linear Models, chapter 8 (the model; data of the
-US Sustaining Effects Study, mlmRev's ``egsingle``).
+References: Raudenbush & Bryk (2002), Hierarchical Linear Models, chapter 8 (its model has slopes of
+children, too; data of the US Sustaining Effects Study, mlmRev's ``egsingle``).
 """
 
 import numpy as np

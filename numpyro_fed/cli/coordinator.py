@@ -36,12 +36,14 @@ _EVERY = 10.0  # seconds between two lines on how far a run is
 
 
 class Bar(io.TextIOBase):
-    """Stream that keeps the last state of a progress bar in a file."""
+    """Standard error whose last state of a progress bar is in a file."""
 
     def __init__(self, place: Path) -> None:
-        self.place = place
+        self.place, self.rest = place, sys.stderr
 
     def write(self, text: str) -> int:
+        if not text.startswith("\r"):  # no bar's
+            return self.rest.write(text)
         if text.strip():
             write_whole(self.place, text.strip().encode())
         return len(text)
@@ -123,7 +125,7 @@ def coordinate(
     end_former(folder)
     for name in ("done", "failed", "process", "waiting", "progress", "link"):
         (folder / name).unlink(missing_ok=True)
-    if (folder / "checkpoint").exists():
+    if "result" not in settings and (folder / "checkpoint").exists():
         click.echo(
             f"going on from {folder / 'checkpoint'}; with another --folder the run starts afresh",
             err=True,
@@ -202,7 +204,9 @@ def end_former(folder: Path) -> None:
             continue
         click.echo(f"ending {command} of a former run, process {number}", err=True)
         for signal_, seconds in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
-            with suppress(ProcessLookupError):
+            if not _command_of(number):
+                break
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(number, signal_)
             end = time.monotonic() + seconds
             while _command_of(number) and time.monotonic() < end:
@@ -211,7 +215,7 @@ def end_former(folder: Path) -> None:
 
 def _command_of(number: int) -> str:
     """Return state and command line of a process, empty where there is none, or no ``ps``."""
-    command = ["ps", "-o", "stat=,command=", "-p", str(number)]
+    command = ["ps", "-ww", "-o", "stat=", "-o", "command=", "-p", str(number)]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:

@@ -16,6 +16,7 @@ from numpyro_fed.cli.common import (
 )
 from numpyro_fed.cli.model_file import load_model_file
 from numpyro_fed.decentralized._kernel import NetworkKernel
+from numpyro_fed.rounds.files import locked
 
 
 @click.command()
@@ -76,7 +77,9 @@ def coordinated(
     from numpyro_fed.cli.coordinator import coordinate
 
     enable_compilation_cache(folder / "programs")
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        return coordinate(model_file, silos, tls, keys, folder, **options)
-    except (RuntimeError, TimeoutError) as error:
+        with locked(folder / "run"):  # a run that goes on is not ended by another
+            return coordinate(model_file, silos, tls, keys, folder, **options)
+    except (RuntimeError, TimeoutError, ValueError) as error:
         raise click.ClickException(str(error)) from error

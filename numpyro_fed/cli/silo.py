@@ -326,9 +326,8 @@ def _serve(side: SiloSide, server: str, ca: Path, key: Path | None, give_up: flo
     except (ConnectionError, ValueError) as error:
         if isinstance(error, ConnectionError) and counted.messages:
             click.echo(
-                f"no coordinator for {give_up:.0f} s or more, after {counted.messages:,} messages: "
-                "the study is over, or the coordinator cannot be reached. If it goes on, start "
-                "this command again",
+                f"the connection ended after {counted.messages:,} messages: the study is over, or "
+                "the coordinator cannot be reached. If it goes on, start this command again",
                 err=True,
             )
         raise click.ClickException(str(error)) from error

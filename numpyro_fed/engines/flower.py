@@ -157,6 +157,7 @@ class Flower:
         #: Reasons for which silos did not answer in the last exchange, by name.
         self.reasons: dict[str, str] = {}
         self.waiting, self.silence, self._told = waiting, silence, list[str]()
+        self._telling = threading.Lock()
         self.registry = Registry(grid, self.names, grace)
         self.registry.find(wait, poll, waiting)
 
@@ -224,11 +225,12 @@ class Flower:
         self, messages: Mapping[str, bytes], replies: Mapping[str, bytes], seconds: float
     ) -> None:
         """Say which silos do not answer for long, and when they do again."""
-        silent = {n for n in messages if n not in replies} if seconds > self.silence else set()
-        named = sorted((silent | set(self._told)) - set(replies))
-        if self.waiting is not None and named != self._told:
-            self.waiting(named)
-            self._told = named
+        with self._telling:  # two threads do
+            silent = {n for n in messages if n not in replies} if seconds > self.silence else set()
+            named = sorted((silent | set(self._told)) - set(replies))
+            if self.waiting is not None and named != self._told:
+                self.waiting(named)
+                self._told = named
 
     def _push(
         self, messages: Mapping[str, bytes], sent: dict[str, tuple[str, int, float]], end: float

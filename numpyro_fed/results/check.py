@@ -47,7 +47,7 @@ _DRAWN = 10  # coefficients in a figure
 # ways of leaving a silo out whose numbers may be wrong
 _DOUBTS = {
     "failed weights": "Weights fail (Pareto's k above .7), and no refit was made, for",
-    "unsound refit": "The fit without the silo has not converged for",
+    "unsound refit": "The fit without the silo has not converged, or its weights fail, for",
 }
 
 
@@ -57,7 +57,7 @@ class SiloCheck:
 
     :ivar table: for each silo the rows of its largest row group, ``elpd`` (log density of its data
         under all others, in nats), ``se`` (Monte-Carlo error of it), ``pareto_k`` of the weights,
-        ``how`` (weights, failed weights, a refit without the silo, or one that has not converged),
+        ``how`` (weights, failed weights, a refit without the silo, or an unsound refit),
         and the largest ``shift`` of a coefficient with its ``site``.
     :ivar shifts: shift of each coefficient when the silo is left out, in posterior sds, silos by
         coefficients.
@@ -194,10 +194,10 @@ def check(
     for name, own in zip(each, terms.T, strict=True):
         weight, k = smoothed(-own)
         if k > POOR and here:
-            density, others, converged = _refitted(
+            density, others, sound = _refitted(
                 model, silos, name, num_draws, _evidence(posterior.attrs)
             )
-            how = "refit" if converged else "unsound refit"
+            how = "refit" if sound else "unsound refit"
         else:
             density, others = log_mean(own, weight), weight @ values
             how = "weights" if k <= POOR else "failed weights"
@@ -228,7 +228,9 @@ def _refitted(
     num_draws: int,
     evidence: tuple[float, float] | None,
 ) -> tuple[tuple[float, float], np.ndarray, bool]:
-    """Return a silo's log density by a fit without it, its error, the fit's mean, and convergence.
+    """Return a silo's log density by a fit without it, its error, and the fit's mean.
+
+    The last is whether the fit is sound.
 
     :param evidence: log evidence of the fit of all silos, and its error.
     """
@@ -249,16 +251,19 @@ def _refitted(
             resample=True,
             progress_bar=False,
         )
+    attrs = idata.posterior.attrs
+    k = max(attrs["pareto_k"], attrs.get("pareto_k_unit", -np.inf))
+    sound = has_converged(result.state) and k <= POOR
     sites = global_draws(idata.posterior, factorize(model, silos), num_draws)
     mean, without = coefficients(sites)[1].mean(0), _evidence(idata.posterior.attrs)
     if evidence is not None and without is not None:
         density = evidence[0] - without[0], float(np.hypot(evidence[1], without[1]))
-        return density, mean, has_converged(result.state)
+        return density, mean, sound
     try:
         own = question(model, _among(silos, [name]), sites).log_likelihood()[:, 0]
     except JointLatentsError:
-        return (np.nan, np.nan), mean, has_converged(result.state)
-    return log_mean(own, np.full(len(own), 1 / len(own))), mean, has_converged(result.state)
+        return (np.nan, np.nan), mean, sound
+    return log_mean(own, np.full(len(own), 1 / len(own))), mean, sound
 
 
 def _evidence(attrs: dict) -> tuple[float, float] | None:

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import numpy as np
 import pandas as pd
 import pytest
@@ -475,12 +476,24 @@ def test_what_a_killed_coordinator_left_is_ended(tmp_path, capsys):
             process.wait()
 
 
+def test_a_run_that_goes_on_is_not_ended(study, tmp_path):
+    pytest.importorskip("flwr")
+    from numpyro_fed.cli.run import coordinated
+    from numpyro_fed.rounds.files import locked
+
+    with (
+        locked(tmp_path / "run"),
+        pytest.raises(click.ClickException, match="got one that another process uses"),
+    ):
+        coordinated(study / "study.py", ["oslo"], study, study, tmp_path, {})
+
+
 def test_a_bar_is_kept_for_who_waits(tmp_path):
     pytest.importorskip("flwr")
     from numpyro_fed.cli.coordinator import Bar
 
     bar = Bar(tmp_path / "progress")
-    for text in ("  0%| | 0/40", "\r 10%|#| 4/40", "\n"):
+    for text in ("\r  0%| | 0/40", "\r 10%|#| 4/40", "\n", "a warning\n"):
         bar.write(text)
     assert (tmp_path / "progress").read_text() == "10%|#| 4/40"
 

@@ -110,7 +110,7 @@ def test_an_outlier_is_fitted_without():
     assert "refit" in repr(found)
     found = fed.check(idata, model, silos, num_draws=1000, rows=False, refit=False)
     assert found.table.loc["silo 3", "how"] == "failed weights"
-    assert "for silo 3: do not trust" in repr(found)
+    assert "silo 3: do not trust" in repr(found)
     assert "Log evidence" in repr(found)
 
 
