@@ -1,5 +1,6 @@
 """Options, checks and paths that several commands share."""
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
@@ -174,6 +175,8 @@ def confirm(question: str) -> None:
     try:
         agreed = click.confirm(question)
     except click.Abort as error:
+        if sys.stdin.isatty():  # Ctrl-C
+            raise
         raise click.ClickException("nobody answered; without a terminal, give --yes") from error
     if not agreed:
         raise click.Abort
