@@ -273,7 +273,7 @@ MUTATIONS = [
     # verdicts
     Mutation(
         "results/weighing.py",
-        "if of_spread <= k:",
+        "if of_spread - POOR_SPREAD <= k - POOR:",
         "if True:",
         "vi_results last_round fit",
     ),
