@@ -251,9 +251,7 @@ def _refitted(
             resample=True,
             progress_bar=False,
         )
-    attrs = idata.posterior.attrs
-    k = max(attrs["pareto_k"], attrs.get("pareto_k_unit", -np.inf))
-    sound = has_converged(result.state) and k <= POOR
+    sound = has_converged(result.state) and _weights_hold(idata.posterior.attrs)
     sites = global_draws(idata.posterior, factorize(model, silos), num_draws)
     mean, without = coefficients(sites)[1].mean(0), _evidence(idata.posterior.attrs)
     if evidence is not None and without is not None:
@@ -268,9 +266,14 @@ def _refitted(
 
 def _evidence(attrs: dict) -> tuple[float, float] | None:
     """Return the log evidence of a fit whose weights are sound, and its error."""
-    if "log_evidence" not in attrs or max(attrs["pareto_k"], attrs.get("pareto_k_unit", 0)) > POOR:
+    if "log_evidence" not in attrs or not _weights_hold(attrs):
         return None
     return float(attrs["log_evidence"]), float(attrs["log_evidence_error"])
+
+
+def _weights_hold(attrs: dict) -> bool:
+    """Return whether Pareto's k of a fit's weights is good, for theta and for the latents."""
+    return max(attrs["pareto_k"], attrs.get("pareto_k_unit", 0)) <= POOR
 
 
 def _among(silos: Silos, names: list[str]) -> Silos:

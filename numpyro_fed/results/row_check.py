@@ -86,9 +86,8 @@ class RowCheck:
                 f"others: {len(odd)} of {judged} are in the outer {200 * _ODD:.0f} % "
                 f"({2 * _ODD * judged:.1f} are expected to be by chance)"
             )
-            extreme = (tails.fillna(0.5) - 0.5).abs().stack().idxmax()
-            if not len(odd):
-                odd = tails.stack().loc[[extreme]]  # for who asks who is most unlike the others
+            if not len(odd):  # readers ask which silo is most unlike the others
+                odd = tails.stack().loc[[(tails.fillna(0.5) - 0.5).abs().stack().idxmax()]]
         for (site, silo, tail), share in odd.items():
             what = f"{tail.removesuffix('_tail')} of {site!r} in silo {silo!r}"
             most = "" if min(share, 1 - share) < _ODD else "most extreme: "

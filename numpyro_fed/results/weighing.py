@@ -47,7 +47,7 @@ from numpyro_fed.vi.setup import Setup
 # candidates of each half for a resampled draw: with an effective share of half or more (.6 is
 # usual) one half is worth the number of draws
 _EACH = 2
-_LONG = 1 << 31  # rows and draws: some twenty seconds, in which a bar says how far it is
+_LONG = 1 << 31  # rows times draws that take some twenty seconds: from here on a bar is shown
 _FAIR = 0.5  # Pareto's k up to which half of the candidates is enough to tell
 # log of the usual ratio of one candidate's weight to the others' mean at which a unit's candidates
 # are elsewhere than its law: 1 to 100, where 32 candidates count as less than one
@@ -68,7 +68,7 @@ class Weighed(NamedTuple):
     :param limit: the largest k of it with which the draws are good.
     :param unit: the largest k of a unit's candidates, and the unit; empty where there is none.
     :param candidates: number of draws that were weighed.
-    :param worth: effective number of them.
+    :param worth: effective number of the candidates.
     :param placed: whether candidates are around the latents' modes at each draw.
     :param evidence: log marginal likelihood, and its Monte-Carlo error.
     :param mixture: number of the mixture whose draws these are; 0 for q's.
@@ -120,9 +120,8 @@ def weigh(
             slots = kept_by(result.state, setup, "result").slots.tolist()
             to = slots, silos, setup.stacks
             draws = draw_remote(config, params, *to, own, told, stretched, placed)
-        else:
-            return _draw_here(one, result, params, told, stretched, placed, progress_bar)
-        return jax.tree.map(np.asarray, draws)
+            return jax.tree.map(np.asarray, draws)
+        return _draw_here(one, result, params, told, stretched, placed, progress_bar)
 
     def judge(placed: bool, *halves: Draws, mixture: int = 0) -> Weighed:
         draws: Draws = jax.tree.map(lambda *x: np.concatenate(x), *halves)
