@@ -273,14 +273,20 @@ MUTATIONS = [
     # verdicts
     Mutation(
         "results/weighing.py",
-        "if of_spread - POOR_SPREAD <= k - POOR:",
+        "if of_spread <= k:",
         "if True:",
         "vi_results last_round fit",
     ),
     Mutation(
-        "results/weighing.py",
-        "mixture.log_density(u) - normal",
-        "mixture.log_density(u) + normal",
+        "vi/mixture.py",
+        "return self.log_density(u) - stats",
+        "return self.log_density(u) + stats",
+        "mixture",
+    ),
+    Mutation(
+        "vi/importance.py",
+        "logsumexp(ratio, axis=0, b=share)",
+        "logsumexp(ratio, axis=0, b=share[::-1])",
         "mixture",
     ),
     Mutation(

@@ -94,16 +94,15 @@ def weighed(
     )
     attrs = idata.posterior.attrs
     k, unit = float(attrs["pareto_k"]), float(attrs.get("pareto_k_unit", -np.inf))
-    limit = float(attrs["pareto_k_limit"])
     around = ", with candidates around the latents' modes at each draw"
-    fitted = "drew from a mixture fitted to earlier draws, and "
+    fitted = "drew also from mixtures fitted to earlier draws, and "
     up = (sum(ledger_of(attrs).bytes_up) - sum(result.ledger.bytes_up)) / 1e3
     words = (
         f"the last round, {up:,.1f} kB up, "
         f"{fitted if attrs['mixture'] else ''}weighted {attrs['candidates']:,} "
         f"public draws by the silos' likelihoods"
         f"{around if attrs['placed'] else ''}: Pareto's k {k:.2f} "
-        f"({attrs['pareto_k_of']}: {'good' if k <= limit else f'above {limit}'}; "
+        f"({attrs['pareto_k_of']}: {'good' if k <= POOR else f'above {POOR}'}; "
         f"{attrs['effective_draws']:,.0f} effective draws)"
     )
     if "pareto_k_unit" in attrs:
@@ -111,12 +110,12 @@ def weighed(
     visited = json.loads(attrs.get("remote", "[]"))
     if visited:
         words += f"; none for the candidates of {', '.join(visited)}, which stay in the silos"
-    if has_converged(result.state) and k <= limit and unit <= POOR:
+    if has_converged(result.state) and max(k, unit) <= POOR:
         return Found(idata, words, "sound", "")
     dim = len(result.params[f"{svi.guide.prefix}_loc"])
     wide = f" (mixtures are for at most {WIDEST} global coordinates, not {dim})"
     mend = (
-        f". Expected k <= {limit} and rounds that converge{wide if dim > WIDEST else ''}: "
+        f". Expected k <= {POOR} and rounds that converge{wide if dim > WIDEST else ''}: "
         'take method="auto", which goes on by HMC, or reparameterize the model'
     )
     return Found(idata, words, "unsound", mend)

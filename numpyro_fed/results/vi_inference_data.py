@@ -79,7 +79,6 @@ def vi_inference_data(
     if not unweighed:
         log_evidence, error = found.evidence
         idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
-        idata.posterior.attrs |= {"pareto_k_limit": found.limit}
         idata.posterior.attrs |= {"log_evidence": log_evidence, "log_evidence_error": error}
     if not unweighed and not k <= POOR:
         warnings.warn(

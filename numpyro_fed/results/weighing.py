@@ -3,19 +3,19 @@
 Half of the candidates is drawn first. Where their weights are uneven, the other half follows, by
 the same compiled program. Where Pareto's k is too large, silos here look for the latents' modes at
 each draw, and weigh again. Where it still is, a mixture of Student laws is fitted to the resampled
-draws (:mod:`numpyro_fed.vi.mixture`), and its draws are weighed in turn, until k is good or four
-mixtures were tried.
+draws (:mod:`numpyro_fed.vi.mixture`), and its draws are weighed together with those before, until k
+is good or four mixtures were tried.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
-from scipy import stats
 from tqdm.auto import tqdm
 
 from numpyro_fed._arviz import import_arviz
@@ -31,7 +31,7 @@ from numpyro_fed.vi.first_params import params_at
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.importance import (
     POOR,
-    POOR_SPREAD,
+    balanced,
     effective,
     log_mean,
     smoothed,
@@ -40,6 +40,7 @@ from numpyro_fed.vi.importance import (
 )
 from numpyro_fed.vi.mixture import Mixture, fit_mixture
 from numpyro_fed.vi.placed import can_place
+from numpyro_fed.vi.proposals import log_stretched
 from numpyro_fed.vi.remote import kept_by
 from numpyro_fed.vi.result import VIResult, stacked_params
 from numpyro_fed.vi.setup import Setup
@@ -54,8 +55,8 @@ _FAIR = 0.5  # Pareto's k up to which half of the candidates is enough to tell
 _BEYOND = 4.6
 _FEWEST = 100  # fewest draws by which Pareto's k is judged: its fit is to a fifth of them, 20
 _MIXTURES = 4  # most mixtures that are tried: on real data k was good after one to three
-# most coordinates of theta for which a mixture is fitted: with sixteen, an sd stayed at .87 of
-# NUTS's though k was .68 (heart_disease_hospitals)
+# most coordinates of theta for which a mixture is fitted: with sixteen, an sd was .81 to .84 of
+# NUTS's though k was .65 to .70 (heart_disease_hospitals)
 WIDEST = 8
 
 
@@ -65,20 +66,18 @@ class Weighed(NamedTuple):
     :param draws: the draws, resampled where asked.
     :param k: Pareto's k, the worst of the weights' own and of those of the coordinates' variances.
     :param judged: what it is the k of.
-    :param limit: the largest k of it with which the draws are good.
     :param unit: the largest k of a unit's candidates, and the unit; empty where there is none.
     :param candidates: number of draws that were weighed.
     :param worth: effective number of the candidates.
     :param placed: whether candidates are around the latents' modes at each draw.
     :param evidence: log marginal likelihood, and its Monte-Carlo error.
-    :param mixture: number of the mixture whose draws these are; 0 for q's.
+    :param mixture: number of mixtures that drew beside q.
     :param cost: rounds in which silos weighed draws, and bytes of a silo.
     """
 
     draws: Draws
     k: float
     judged: str
-    limit: float
     unit: Facts
     candidates: int
     worth: float
@@ -86,6 +85,17 @@ class Weighed(NamedTuple):
     evidence: tuple[float, float]
     mixture: int = 0
     cost: Cost = Cost()
+
+
+class _Judged(NamedTuple):
+    """Smoothed weights, the worst Pareto's k, and a text of what it is the k of.
+
+    It is the largest of the weights' own k and of those of the coordinates' variances under them.
+    """
+
+    weight: np.ndarray
+    k: float
+    judged: str
 
 
 def weigh(
@@ -106,50 +116,111 @@ def weigh(
     """
     config = setup.config
     stretched = resample and isinstance(config.families[0], SiloNormal)
-    num, cost = _EACH * num_draws if resample else num_draws, []
+    num = _EACH * num_draws if resample else num_draws
     one = setup if setup.remote else setup.as_one()
-    whiten = jax.jit(jax.vmap(partial(config.normal().whiten, params))) if stretched else None
+    rounds = _Rounds(setup, one, result, silos, params, key, num, stretched, progress_bar, [])
 
-    def drawn(number: int, placed: bool, mixture: Mixture | None = None) -> Draws:
-        own = random.fold_in(key, number) if number else key
-        given = None if mixture is None else _given(mixture, own, num)
-        told = positions(one.config, params, one.stacks[0], own, num, stretched, given)
-        if config.noise is None or not setup.remote:  # under privacy no silo weighs draws
-            cost.append(_cost(told))
-        if isinstance(silos, RemoteSilos):
-            slots = kept_by(result.state, setup, "result").slots.tolist()
-            to = slots, silos, setup.stacks
-            draws = draw_remote(config, params, *to, own, told, stretched, placed)
-            return jax.tree.map(np.asarray, draws)
-        return _draw_here(one, result, params, told, stretched, placed, progress_bar)
-
-    def judge(placed: bool, *halves: Draws, mixture: int = 0) -> Weighed:
-        draws: Draws = jax.tree.map(lambda *x: np.concatenate(x), *halves)
-        weight, k, judged, limit = _judged(config, draws, stretched)
-        worth = effective(weight)
-        uneven = worth < num_draws or k > _FAIR
-        if resample and uneven and len(halves) == 1 and not mixture:
-            return judge(placed, *halves, drawn(1, placed))
-        candidates, evidence = len(weight), _evidence(draws)
+    def judge(tried: tuple[Draws, _Judged], placed: bool, mixture: int = 0) -> Weighed:
+        draws, found = tried
+        evidence, worth = _evidence(draws), effective(found.weight)
         if resample:  # before units are judged: stretched candidates lie where none has to be right
-            chosen = _chosen(weight, num_draws, key)
+            chosen = _chosen(found.weight, num_draws, key)
             draws = jax.tree.map(lambda x: x[chosen], draws)
         several = config.num_local_particles > 1 or any(np.any(x) for x in draws.ratios)
         unit = _worst_unit(setup, draws) if several and not setup.remote else {}
-        return Weighed(draws, k, judged, limit, unit, candidates, worth, placed, evidence, mixture)
+        many = len(found.weight)
+        return Weighed(draws, *found[1:], unit, many, worth, placed, evidence, mixture)
 
     can = resample and any(can_place(config.families[x.part], x) for x in setup.stacks)
-    first = can and setup.remote  # remote silos do not say how good their candidates are
-    found = judge(first, drawn(0, first))
-    if can and not first and max(found.k, found.unit.get("pareto_k_unit", found.k)) > POOR:
-        found = judge(True, drawn(0, True))
-    for number in range(1, _MIXTURES + 1):
-        if whiten is None or config.factors.dim > WIDEST or not found.limit < found.k < np.inf:
-            break
-        u = np.asarray(whiten(found.draws.theta), np.float64)
-        draws = drawn(1 + number, found.placed, fit_mixture(u, _rng(key, number)).wider())
-        found = min(found, judge(found.placed, draws, mixture=number), key=lambda x: x.k - x.limit)
-    return found._replace(cost=sum(cost, Cost()))
+    placed = can and setup.remote  # remote silos do not say how good their candidates are
+    enough = num_draws if resample else 0
+    tried = rounds.first(placed, enough)
+    best = judge(tried, placed)
+    if can and not placed and max(best.k, best.unit.get("pareto_k_unit", best.k)) > POOR:
+        placed = True
+        tried = rounds.first(placed, enough)
+        best = judge(tried, placed)
+    if stretched and config.factors.dim <= WIDEST:
+        tries: list[Draws] = [tried[0]]
+        laws: list[Callable] = [jax.jit(jax.vmap(log_stretched))]
+        whiten = jax.jit(jax.vmap(partial(config.normal().whiten, params)))
+        while len(laws) <= _MIXTURES and POOR < best.k < np.inf:
+            number = len(laws)
+            u = np.asarray(whiten(best.draws.theta), np.float64)
+            mixture = fit_mixture(u, _rng(key, number)).wider()
+            tries.append(rounds.drawn(1 + number, placed, mixture))
+            laws.append(mixture.log_ratio)
+            draws = _against_all(tries, laws, whiten)
+            best = judge((draws, _judged(config, draws, stretched)), placed, number)
+    return best._replace(cost=sum(rounds.cost, Cost()))
+
+
+class _Rounds(NamedTuple):
+    """Rounds in which silos weigh draws of theta.
+
+    :param one: setup with silos here as one.
+    :param num: draws of a round.
+    :param stretched: whether draws and candidates come from proposals with wider tails.
+    :param cost: what each round has cost so far.
+    """
+
+    setup: Setup
+    one: Setup
+    result: VIResult
+    silos: Silos | MixedSilos
+    params: dict[str, Array]
+    key: Array
+    num: int
+    stretched: bool
+    progress_bar: bool
+    cost: list[Cost]
+
+    def first(self, placed: bool, enough: int) -> tuple[Draws, _Judged]:
+        """Return draws of q, twice as many where their weights are worth fewer than ``enough``."""
+        draws, config = self.drawn(0, placed), self.setup.config
+        found = _judged(config, draws, self.stretched)
+        if not enough or (effective(found.weight) >= enough and found.k <= _FAIR):
+            return draws, found
+        draws = _joined([draws, self.drawn(1, placed)])
+        return draws, _judged(config, draws, self.stretched)
+
+    def drawn(self, number: int, placed: bool, mixture: Mixture | None = None) -> Draws:
+        """Return weighed draws of q, or of a mixture.
+
+        :param number: number of the round, by which its key is folded.
+        :param placed: whether candidates are around the latents' modes at each draw.
+        """
+        config = self.setup.config
+        own = random.fold_in(self.key, number) if number else self.key
+        given = None if mixture is None else _given(mixture, own, self.num)
+        first = self.one.config, self.params, self.one.stacks[0]
+        told = positions(*first, own, self.num, self.stretched, given)
+        if config.noise is None or not self.setup.remote:  # under privacy no silo weighs draws
+            self.cost.append(_cost(told))
+        how = told, self.stretched, placed
+        if not isinstance(self.silos, RemoteSilos):
+            return _draw_here(self.one, self.result, self.params, *how, self.progress_bar)
+        slots = kept_by(self.result.state, self.setup, "result").slots.tolist()
+        to = slots, self.silos, self.setup.stacks
+        return jax.tree.map(np.asarray, draw_remote(config, self.params, *to, own, *how))
+
+
+def _joined(some: list[Draws]) -> Draws:
+    joined: Draws = jax.tree.map(lambda *x: np.concatenate(x), *some)
+    return joined
+
+
+def _against_all(tries: list[Draws], laws: list[Callable], whiten: Callable) -> Draws:
+    """Return draws of several proposals, weighed as draws of all of them together.
+
+    :param laws: for each proposal the log of its density over q's, at whitened positions.
+    :param whiten: map of positions to whitened coordinates.
+    """
+    positions_of = [np.asarray(whiten(x.theta), np.float64) for x in tries]
+    ratios = [np.stack([np.asarray(law(u), np.float64) for law in laws]) for u in positions_of]
+    log_weights: Any = balanced([np.asarray(x.log_weight, np.float64) for x in tries], ratios)
+    each = zip(tries, log_weights, strict=True)
+    return _joined([x._replace(log_weight=weight) for x, weight in each])
 
 
 def _num_parts(setup: Setup, num: int, stretched: bool) -> int:
@@ -187,8 +258,7 @@ def _draw_here(
 def _given(mixture: Mixture, key: Array, num: int) -> tuple[Array, Array]:
     """Return draws of a mixture in whitened coordinates, and the log of its density over q's."""
     u = mixture.draw(_rng(key, num), num)
-    normal = stats.norm.logpdf(u).sum(1)
-    return jnp.asarray(u, float), jnp.asarray(mixture.log_density(u) - normal, float)
+    return jnp.asarray(u, float), jnp.asarray(mixture.log_ratio(u), float)
 
 
 def _cost(told: Position) -> Cost:
@@ -218,14 +288,8 @@ def prepare_draws(
     import_arviz()
 
 
-def _judged(
-    config: FitConfig, draws: Draws, stretched: bool
-) -> tuple[np.ndarray, float, str, float]:
-    """Return smoothed weights, the worst Pareto's k, a text of what it is the k of, and its limit.
-
-    It is one of the weights' own k and of those of the coordinates' variances under them, the one
-    that is most beyond its limit.
-    """
+def _judged(config: FitConfig, draws: Draws, stretched: bool) -> _Judged:
+    """Judge draws by their weights."""
     log_weight = np.asarray(draws.log_weight, np.float64)
     # far out a density may overflow, and the draw gets no weight
     inside = np.isfinite(log_weight) if stretched else np.ones(len(log_weight), bool)
@@ -233,12 +297,11 @@ def _judged(
     if inside.any():
         weight[inside], k = smoothed(log_weight[inside])
     if k in (0.0, float("inf")):  # nearly equal weights, or one that is not finite
-        return weight, k, "its weights", POOR
+        return _Judged(weight, k, "its weights")
     of_spread, place = tail_of_spreads(weight[inside], np.asarray(draws.theta)[inside])
-    if of_spread - POOR_SPREAD <= k - POOR:
-        return weight, k, "its weights", POOR
-    spread = f"the spread of {config.factors.owners[place]}"
-    return weight, of_spread, spread, POOR_SPREAD
+    if of_spread <= k:
+        return _Judged(weight, k, "its weights")
+    return _Judged(weight, of_spread, f"the spread of {config.factors.owners[place]}")
 
 
 def _evidence(draws: Draws) -> tuple[float, float]:

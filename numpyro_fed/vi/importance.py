@@ -7,13 +7,11 @@ the variance (Vehtari et al. 2024, on k of a function).
 """
 
 import numpy as np
+from scipy.special import logsumexp
 
 from numpyro_fed._arviz import pareto_smoothed
 
 POOR = 0.7  # Pareto's k above which importance weights have no useful mean (Vehtari et al. 2024)
-# k of a variance's terms above which its error does not shrink as one over the root of the draws:
-# a log scale had .74 of its sd with k from .62 to .70, in five fits of 8,000 draws (hsb82)
-POOR_SPREAD = 0.5
 # most tails that are examined: those whose terms vary most. A tail of 16,000 draws takes 5 ms
 _LOOKED_AT = 50
 _BLOCK = 256  # coordinates whose terms are in memory at once: 33 MB for 16,000 draws
@@ -39,6 +37,25 @@ def smoothed(log_weight: np.ndarray) -> tuple[np.ndarray, float]:
         found, k = pareto_smoothed(log_weight - log_weight.max())
     weight = np.exp(found - found.max())
     return weight / weight.sum(), k
+
+
+def balanced(log_weights: list[np.ndarray], log_ratios: list[np.ndarray]) -> list[np.ndarray]:
+    r"""Return log weights of draws from several proposals, as of draws from their mixture.
+
+    The weight of a draw x of any proposal is :math:`p(x) / \sum_j \frac{n_j}{n} r_j(x)`, the
+    balance heuristic (Veach, Guibas 1995). It is small where any proposal draws often. So a tail
+    that the last proposal lacks keeps its draws from others, and shows in k.
+
+    :param log_weights: for each proposal, log weights of its own ``n_j`` draws under it alone.
+    :param log_ratios: for each proposal, log densities of all proposals at its draws, ``(J, n_j)``,
+        up to a number that may differ between draws.
+    """
+    num = np.array([len(x) for x in log_weights])
+    share = (num / num.sum())[:, None]
+    return [
+        weight + ratio[j] - logsumexp(ratio, axis=0, b=share)
+        for j, (weight, ratio) in enumerate(zip(log_weights, log_ratios, strict=True))
+    ]
 
 
 def log_mean(log_terms: np.ndarray, weight: np.ndarray) -> tuple[float, float]:

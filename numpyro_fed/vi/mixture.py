@@ -5,18 +5,19 @@ Where the weights of draws from q(theta) fail, they still show where the posteri
 .. math:: r(u) = \sum_k \pi_k \, t_6(u; m_k, 1.1^2 C_k)
 
 is fitted to them by expectation maximization, in the coordinates u in which q is standard normal.
-Draws from it are weighed in turn. Its tails are wider than those of a Gaussian, and it may bend and
-lean as the posterior does. Everything here is the server's: silos hear of draws alone.
+Its draws are weighed together with all before (:func:`numpyro_fed.vi.importance.balanced`). Its
+tails are wider than those of a Gaussian, and it may bend and lean as the posterior does. Everything
+here is the server's: silos hear of draws alone.
 
-References: Cornuet, Marin, Mira, Robert (2012), Adaptive multiple importance sampling. There,
-weights are against all proposals so far; here each proposal weighs its own draws. Peel, McLachlan
-(2000), Statistics and Computing 10 (expectation maximization for the t distribution).
+References: Cornuet, Marin, Mira, Robert (2012), Adaptive multiple importance sampling. Peel,
+McLachlan (2000), Statistics and Computing 10 (expectation maximization for the t distribution).
 """
 
 import math
 from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 from scipy.special import gammaln, logsumexp
 
 _DEGREES = 6
@@ -54,6 +55,10 @@ class Mixture(NamedTuple):
     def log_density(self, u: np.ndarray) -> np.ndarray:
         """Return the log density at positions ``(n, d)``."""
         return logsumexp(self.parts(u, self.squares(u)), axis=0)
+
+    def log_ratio(self, u: np.ndarray) -> np.ndarray:
+        """Return the log density at positions ``(n, d)``, over the standard normal's."""
+        return self.log_density(u) - stats.norm.logpdf(u).sum(1)
 
     def squares(self, u: np.ndarray) -> np.ndarray:
         """Return squared distances to each center, in the parts' own scales, ``(K, n)``."""

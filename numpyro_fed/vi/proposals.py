@@ -71,16 +71,22 @@ def stretched_normal(key: Array, noise: Array) -> tuple[Array, Array]:
     axis = jnp.arange(d)
     wide = (axis == first) & (kind < 0.5) | (axis == second) & (kind < 0.25)
     u = jnp.where(wide, _STRETCH * _student(key_wide, (d,)), noise)
+    return u, log_stretched(u)
+
+
+def log_stretched(u: Array) -> Array:
+    """Return the log density of the mixture at a position ``(d,)``, over the standard normal's."""
+    d = len(u)
     tails = stats.t.logpdf(u, _DEGREES, 0, _STRETCH) - stats.norm.logpdf(u)
     one = jax.nn.logsumexp(tails) - math.log(d)
     if d == 1:
-        return u, jnp.logaddexp(0.0, one) - math.log(2)
+        return jnp.logaddexp(0.0, one) - math.log(2)
     # a mean over pairs, each coordinate with those before it. In logarithms: a coordinate that is
     # 24 sds out has e^280 times the others' ratios, beside which these would vanish
     before = lax.cumlogsumexp(tails)[:-1]
     two = jax.nn.logsumexp(before + tails[1:]) - math.log(d * (d - 1) / 2)
     parts = jnp.stack([jnp.zeros(()), one, two])
-    return u, jax.nn.logsumexp(parts, b=jnp.array([0.5, 0.25, 0.25]))
+    return jax.nn.logsumexp(parts, b=jnp.array([0.5, 0.25, 0.25]))
 
 
 def _student(key: Array, shape: tuple[int, ...]) -> Array:

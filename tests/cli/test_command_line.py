@@ -324,11 +324,9 @@ def test_the_method_is_the_model_files(study):
 def test_a_fit_whose_weights_fail_goes_on(study, monkeypatch):
     """Its silos answer the calls of HMC, too; those of a fit with sums alone do not."""
     from numpyro_fed.cli.posterior import posterior
-    from numpyro_fed.results import weighing
+    from numpyro_fed.front import steps
 
-    for name in ("POOR", "POOR_SPREAD"):
-        monkeypatch.setattr(weighing, name, -10.0)  # no k is good enough
-    monkeypatch.setattr(weighing, "_MIXTURES", 0)
+    monkeypatch.setattr(steps, "POOR", -10.0)  # no k is good enough
     module, silos = inline_rounds(study, SVI)
     told = {"chains": 2, "samples": 50, "rounds": 0, "seed": 3}
     words = posterior(module, fed.RemoteSilos(silos, fed.Loopback(silos)), told)[1]

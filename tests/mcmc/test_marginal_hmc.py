@@ -15,10 +15,10 @@ from small_models import intercepts, intercepts_posterior, intercepts_silos, sca
 import numpyro_fed as fed
 from numpyro_fed.data.views import stack
 from numpyro_fed.density.factorize import factorize
+from numpyro_fed.front import steps
 from numpyro_fed.mcmc.checks import units_of
 from numpyro_fed.mcmc.leapfrog import federated, first_local
 from numpyro_fed.mcmc.trajectory import first_walk
-from numpyro_fed.results import weighing
 from numpyro_fed.rounds.inline import round_all
 
 CHAINS = {"num_chains": 4, "chain_method": "vectorized", "progress_bar": False}
@@ -80,9 +80,7 @@ def test_remote_silos_have_the_same_draws():
 def test_a_remote_fit_whose_weights_fail_goes_on(monkeypatch):
     silos = intercepts_silos()
     remote = fed.RemoteSilos(silos, fed.Loopback(silos))
-    for name in ("POOR", "POOR_SPREAD"):
-        monkeypatch.setattr(weighing, name, -10.0)
-    monkeypatch.setattr(weighing, "_MIXTURES", 0)
+    monkeypatch.setattr(steps, "POOR", -10.0)
     found = fed.fit(intercepts, remote, num_draws=2000, progress_bar=False).posterior
     assert "HMC with latents integrated out, 64 chains" in found.attrs["report"]
     assert found.attrs["verdict"] == "sound"

@@ -9,6 +9,7 @@ from marks import heavy
 from scipy import stats
 
 import numpyro_fed as fed
+from numpyro_fed.vi.importance import balanced
 from numpyro_fed.vi.mixture import Mixture, fit_mixture
 
 TWO = Mixture(
@@ -60,6 +61,39 @@ def test_few_distinct_draws_are_one_wide_part():
     mixture = fit_mixture(u, np.random.default_rng(0))
     assert mixture.share.tolist() == [1.0]
     assert np.isfinite(mixture.log_density(np.zeros((1, 4)))).all()
+
+
+def test_draws_of_two_proposals_are_weighed_against_both():
+    """Weights are p over the mean density of all draws' proposals; equal ones change nothing."""
+    rng = np.random.default_rng(4)
+    u = [rng.normal(size=30), rng.normal(2, 0.5, size=10)]
+    laws = [stats.norm(), stats.norm(2, 0.5)]
+    target = stats.norm(1, 1)
+    alone = [target.logpdf(x) - law.logpdf(x) for x, law in zip(u, laws, strict=True)]
+    found = balanced(alone, [np.stack([law.logpdf(x) for law in laws]) + 7 for x in u])
+    for x, weight in zip(u, found, strict=True):
+        expected = target.pdf(x) / (0.75 * laws[0].pdf(x) + 0.25 * laws[1].pdf(x))
+        np.testing.assert_allclose(np.exp(weight), expected, rtol=1e-10)
+    same = balanced([alone[0][:20], alone[0][20:]], [np.zeros((2, 20)), np.zeros((2, 10))])
+    np.testing.assert_allclose(np.concatenate(same), alone[0], rtol=1e-12)
+
+
+def test_a_tail_that_the_last_proposal_lacks_is_kept():
+    """Its share is right within 4 Monte-Carlo errors; the last proposal's draws alone miss it."""
+    rng, num, tail = np.random.default_rng(5), 5000, 0.02
+    target = [stats.norm(), stats.norm(8, 0.3)]
+    laws = [stats.t(3, scale=4), stats.norm()]
+    u = [law.rvs(num, random_state=rng) for law in laws]
+    log_target = [
+        np.log((1 - tail) * target[0].pdf(x) + tail * target[1].pdf(x) + 1e-300) for x in u
+    ]
+    alone = [p - law.logpdf(x) for p, law, x in zip(log_target, laws, u, strict=True)]
+    ratios = [np.stack([law.logpdf(x) for law in laws]) for x in u]
+    weight = np.exp(np.concatenate(balanced(alone, ratios)))
+    there = np.concatenate(u) > 6
+    found = np.mean(weight * there)
+    assert abs(found - tail) < 4 * np.std(weight * there) / (2 * num) ** 0.5
+    assert np.mean(np.exp(alone[1]) * (u[1] > 6)) < tail / 10
 
 
 def banana(y):
