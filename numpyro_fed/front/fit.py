@@ -60,7 +60,7 @@ def fit(
     1. ``"vi"``: conducive rounds (:class:`ConduciveSFVI`) run until they converge, after about ten.
        In one more round the silos' likelihoods weight public draws of theta (Pareto-smoothed
        importance sampling). Where the weights fail, silos look for the latents' modes at each draw,
-       and weigh again. Where they still fail, up to four more rounds weigh draws of a mixture of
+       and weigh again. Where they still fail, up to four more rounds add draws of mixtures of
        Student laws, fitted to the draws before (for at most eight global coordinates).
     2. ``"hmc"``: four chains of :class:`HMC`, which need no Gaussian shape. They go on until R-hat
        is sound and a quarter of the draws effective, for at most 16 times ``num_draws``. Where
@@ -69,9 +69,10 @@ def fit(
     ``method="auto"`` takes the second step where the first is unsound. Where latents of a silo
     depend on each other (nested or crossed plates), it takes the second step alone. ``"vi"`` and
     ``"hmc"`` take one step. With ``method="fsgld"`` :class:`FSGLD` starts from the result of the
-    conducive rounds, and its draws are the posterior. Where they are too few, it makes four times
-    as many rounds. No conducive rounds are made for it where more than 64 latents of a silo depend
-    on each other.
+    conducive rounds, and its draws are the posterior. Where its steps are too long it starts again
+    with a fourth of their bias. Where draws are too few it makes 4 and then 16 times as many rounds
+    (4 with remote silos). No conducive rounds are made for it where more than 64 latents of a silo
+    depend on each other.
 
     HMC makes thousands of rounds, and is for silos in this process. Remote silos integrate their
     latents out in the second step (``HMC(model, marginal=True)``). 64 chains then make hundreds of
