@@ -14,6 +14,9 @@ from numpyro_fed.cli.run import coordinated
 @click.command()
 @click.argument("result", type=FILE)
 @link_options
+@click.option(
+    "--refit", is_flag=True, help="Fit anew without each silo whose weights fail: some ten rounds."
+)
 def check(
     result: Path, model_file: Path, names: str, tls: Path, keys: Path, folder: Path, **options: Any
 ) -> None:

@@ -77,7 +77,8 @@ def _draw(grid: "Grid", context: "Context") -> None:
             warnings.simplefilter("always", UserWarning)
             with redirect_stderr(Bar(folder / "progress")):
                 if "result" in told:
-                    words = str(check(read_netcdf(told["result"]), module.model, silos))
+                    idata, refit = read_netcdf(told["result"]), told["refit"]
+                    words = str(check(idata, module.model, silos, refit=refit))
                 else:
                     idata, words = posterior(module, silos, told, folder / "checkpoint", True)
                     idata.to_netcdf(told["out"])
@@ -116,7 +117,8 @@ def coordinate(
     """Start a SuperLink and the run, wait for its end or for SIGTERM, and stop both.
 
     :param settings: ``wait`` and ``patience``; for a fit ``out`` (a netCDF file) and what
-        :func:`~numpyro_fed.cli.posterior.posterior` is told; for a check the file ``result``.
+        :func:`~numpyro_fed.cli.posterior.posterior` is told; for a check the file
+        ``result``, and ``refit``.
     :return: a text on the cost of the run.
     :raises RuntimeError: with the reason, when the run or SuperLink failed.
     """

@@ -124,7 +124,7 @@ def check(
     silos: Silos,
     *,
     num_draws: int = 4000,
-    refit: bool = True,
+    refit: bool | None = None,
     rows: bool = True,
     progress_bar: bool = True,
 ) -> SiloCheck:
@@ -142,8 +142,8 @@ def check(
     :param model: the model of the fit.
     :param silos: the silos of the fit, at least two.
     :param num_draws: most draws that are used.
-    :param refit: whether to fit the model without each silo whose k is above .7. Silos in this
-        process only.
+    :param refit: whether to fit the model without each silo whose k is above .7. By default for
+        silos in this process: of remote silos, all but one take part in the rounds of each refit.
     :param rows: whether the silos check their rows. Not for models whose latents of a silo, or
         whose rows, depend on each other; two nested plates are no such case.
     :param progress_bar: show how many draws are done, and which silo is left out, where that takes
@@ -188,12 +188,12 @@ def check(
             of_rows = check_rows(asked) if rows and asked.draws_latents else None
     names, values = coefficients(sites)
     mean, sd = values.mean(0), values.std(0)
-    here = refit and not isinstance(silos, RemoteSilos)
+    refit = not isinstance(silos, RemoteSilos) if refit is None else refit
     left_out = []
     each = tqdm(silos.names, "left out", disable=not progress_bar, delay=2.0)
     for name, own in zip(each, terms.T, strict=True):
         weight, k = smoothed(-own)
-        if k > POOR and here:
+        if k > POOR and refit:
             density, others, sound = _refitted(
                 model, silos, name, num_draws, _evidence(posterior.attrs)
             )
@@ -278,6 +278,8 @@ def _weights_hold(attrs: dict) -> bool:
 
 def _among(silos: Silos, names: list[str]) -> Silos:
     """Return some of the silos."""
+    if isinstance(silos, RemoteSilos):
+        return silos.among(names)
     return Silos({name: silos[name] for name in names}, rows=silos.group, index=silos.index)
 
 

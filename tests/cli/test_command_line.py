@@ -646,7 +646,7 @@ class Federation:
         return self._coordinator("run", *options)
 
     def check(self, result):
-        return self._coordinator("check", result)
+        return self._coordinator("check", result, "--refit")
 
     def _coordinator(self, command, *options):
         members = ["--model", "study.py", "--silos", ",".join(SIZES), "--keys", "keys"]
@@ -783,5 +783,6 @@ def test_a_variational_fit_through_the_proxy(study):
     assert there.posterior.attrs["verdict"] == "sound"
     assert "all silos are here" in log
     np.testing.assert_array_equal(there.posterior["beta"], here.posterior["beta"])
-    assert str(fed.check(here, module.model, remote)) in (study / "check.log").read_text()
+    found = fed.check(here, module.model, remote, refit=True)
+    assert str(found) in (study / "check.log").read_text()
     assert (study / "proxy-access.log").read_text().count("/v1/fleet/") > 20

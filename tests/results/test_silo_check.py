@@ -31,12 +31,16 @@ def crossed(y, case, other, cases):
         numpyro.sample("y", dist.Normal(z[case] + z[other], 1), obs=y)
 
 
-def made(outlier=0.0):
+def made(outlier=0.0, at=3):
     rng = np.random.default_rng(0)
     return {
-        f"silo {s}": {"y": (0.3 * s + outlier * (s == 3) + rng.normal(size=n)).astype(np.float32)}
+        f"silo {s}": {"y": (0.3 * s + outlier * (s == at) + rng.normal(size=n)).astype(np.float32)}
         for s, n in enumerate(SIZES)
     }
+
+
+def made_svi():
+    return fed.ConduciveSFVI(model, fed.AutoSiloNormal(model))
 
 
 def evidence(y):
@@ -143,6 +147,28 @@ def test_remote_silos_send_a_number_a_draw(fitted, checked):
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("wire", [False, True])
+def test_remote_silos_are_fitted_without_one(wire, tmp_path):
+    """The second of four is left out, so that others have other numbers among the rest."""
+    data = made(outlier=5.0, at=1)
+    silos = fed.Silos(data)
+    remote = fed.RemoteSilos(silos, fed.Loopback(silos))
+    if wire:
+        remote = connect(Fits(silos, made_svi(), tmp_path, made_svi), model, fit=made_svi())
+    idata = fed.fit(model, remote, progress_bar=False)
+    _, elpd, shift = exact(data)
+    found = fed.check(idata, model, remote, num_draws=1000, rows=False, refit=True)
+    row = found.table.loc["silo 1"]
+    assert row["how"] == "refit"
+    assert row["elpd"] == pytest.approx(elpd[1], abs=0.05)
+    assert row["shift"] == pytest.approx(shift[1], abs=0.1)
+    # others' numbers: leaving out another silo's data would be far off
+    assert abs(elpd[1] - elpd[0]) > 1
+    plain = fed.check(idata, model, remote, num_draws=1000, rows=False)
+    assert plain.table.loc["silo 1", "how"] == "failed weights"
+
+
+@pytest.mark.ci
 def test_figure(checked):
     figure = checked.plot()
     labels = [x.get_text() for x in figure.axes[0].get_yticklabels()]
@@ -177,11 +203,7 @@ def test_bad_input(fitted):
 @pytest.mark.ci
 def test_over_a_wire_as_at_hand(fitted, checked, tmp_path):
     silos, idata = fitted
-
-    def make():
-        return fed.ConduciveSFVI(model, fed.AutoSiloNormal(model))
-
-    remote = connect(Fits(silos, make(), tmp_path, make), model, fit=make())
+    remote = connect(Fits(silos, made_svi(), tmp_path, made_svi), model, fit=made_svi())
     found = fed.check(idata, model, remote, num_draws=1000)
     np.testing.assert_allclose(found.log_likelihood, checked.log_likelihood, rtol=1e-5)
 
