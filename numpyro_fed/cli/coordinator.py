@@ -171,6 +171,8 @@ def coordinate(
             link.wait(15)
         except subprocess.TimeoutExpired:
             link.kill()
+        # a run that has not reported does not end with SuperLink
+        end_process(folder / "process", "flwr-serverapp")
 
 
 def _report(link: subprocess.Popen, folder: Path) -> str:
@@ -198,21 +200,27 @@ def _report(link: subprocess.Popen, folder: Path) -> str:
 def end_former(folder: Path) -> None:
     """End the SuperLink of a run that was killed, and the run in it, which nobody waits for."""
     for name, command in (("link", "flower-superlink"), ("process", "flwr-serverapp")):
-        try:
-            number = int((folder / name).read_text())
-        except (FileNotFoundError, ValueError):
-            continue
-        if command not in _command_of(number):
-            continue
-        click.echo(f"ending {command} of a former run, process {number}", err=True)
-        for signal_, seconds in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
-            if not _command_of(number):
-                break
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(number, signal_)
-            end = time.monotonic() + seconds
-            while _command_of(number) and time.monotonic() < end:
-                time.sleep(0.1)
+        if number := end_process(folder / name, command):
+            click.echo(f"ended {command} of a former run, process {number}", err=True)
+
+
+def end_process(place: Path, command: str) -> int | None:
+    """End the process whose number is in a file, if it runs the command, and return the number."""
+    try:
+        number = int(place.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    if command not in _command_of(number):
+        return None
+    for signal_, seconds in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
+        if not _command_of(number):
+            break
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(number, signal_)
+        end = time.monotonic() + seconds
+        while _command_of(number) and time.monotonic() < end:
+            time.sleep(0.1)
+    return number
 
 
 def _command_of(number: int) -> str:

@@ -469,7 +469,7 @@ def test_what_a_killed_coordinator_left_is_ended(tmp_path, capsys):
         assert former.wait(5) == -signal.SIGTERM
         assert other.poll() is None
         said = capsys.readouterr().err
-        assert said == f"ending flower-superlink of a former run, process {former.pid}\n"
+        assert said == f"ended flower-superlink of a former run, process {former.pid}\n"
     finally:
         for process in (former, other):
             process.kill()
@@ -730,9 +730,16 @@ def test_a_coordinator_that_is_stopped_leaves_no_server(study):
         while not listens(fit.port) and time.monotonic() < end:
             time.sleep(0.1)
         assert listens(fit.port), fit.logs()
+        place, end = study / "numpyro-fed-run" / "process", time.monotonic() + 100
+        while not place.exists() and time.monotonic() < end:  # the run in it waits for silos
+            time.sleep(0.1)
+        number = int(place.read_text())
+        os.kill(number, 0)
         coordinator.terminate()
-        assert coordinator.wait(30) == 128 + signal.SIGTERM
+        assert coordinator.wait(60) == 128 + signal.SIGTERM
         assert not listens(fit.port)
+        left = subprocess.run(["ps", "-o", "stat=", "-p", str(number)], capture_output=True)
+        assert not left.stdout.strip() or left.stdout.startswith(b"Z")  # nobody waits for it
 
 
 @pytest.mark.ci

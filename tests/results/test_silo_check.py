@@ -147,14 +147,11 @@ def test_remote_silos_send_a_number_a_draw(fitted, checked):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("wire", [False, True])
-def test_remote_silos_are_fitted_without_one(wire, tmp_path):
+def test_remote_silos_are_fitted_without_one(tmp_path):
     """The second of four is left out, so that others have other numbers among the rest."""
     data = made(outlier=5.0, at=1)
     silos = fed.Silos(data)
-    remote = fed.RemoteSilos(silos, fed.Loopback(silos))
-    if wire:
-        remote = connect(Fits(silos, made_svi(), tmp_path, made_svi), model, fit=made_svi())
+    remote = connect(Fits(silos, made_svi(), tmp_path, made_svi), model, fit=made_svi())
     idata = fed.fit(model, remote, progress_bar=False)
     _, elpd, shift = exact(data)
     found = fed.check(idata, model, remote, num_draws=1000, rows=False, refit=True)
