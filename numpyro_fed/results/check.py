@@ -7,12 +7,14 @@ With :math:`\ell_{sk} = \log p(y_s \mid \theta_k)` the posterior without silo s 
 
 and how far each coefficient moves when the silo is left out. Pareto's k judges the weights. Where
 it is too large, the model is fitted without the silo. The log density is then the difference of the
-two fits' log evidence.
+two fits' log evidence, or where these have none, the ratio of their constants by a bridge between
+their draws.
 """
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -26,6 +28,8 @@ from numpyro_fed.density.factorize import factorize
 from numpyro_fed.results.row_check import RowCheck, check_rows
 from numpyro_fed.results.silo_likelihood import (
     JointLatentsError,
+    Question,
+    check_same_silos,
     coefficients,
     global_draws,
     kept_terms,
@@ -34,7 +38,7 @@ from numpyro_fed.results.silo_likelihood import (
 from numpyro_fed.results.vi_inference_data import check_num_draws, vi_inference_data
 from numpyro_fed.rounds.remote import Loopback, RemoteSilos
 from numpyro_fed.vi.conducive.checks import has_converged
-from numpyro_fed.vi.importance import POOR, log_mean, smoothed
+from numpyro_fed.vi.importance import POOR, log_bridge, log_mean, smoothed
 from numpyro_fed.vi.svi import MOST_ROUNDS, TOL, conducive_for
 
 if TYPE_CHECKING:
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
 
 
 _DRAWN = 10  # coefficients in a figure
+_FEWEST = 100  # draws, to a fifth of which Pareto's k is fitted
+_FAR = 0.5  # error of a bridge, in nats, from which on the two fits' draws hardly overlap
 # ways of leaving a silo out whose numbers may be wrong
 _DOUBTS = {
     "failed weights": "Weights fail (Pareto's k above .7), and no refit was made, for",
@@ -149,9 +155,9 @@ def check(
     :param progress_bar: show how many draws are done, and which silo is left out, where that takes
         more than two seconds.
     :raises TypeError: for silos of another type.
-    :raises ValueError: for a single silo, for the posterior of another model, and for a model whose
-        local latents of a silo depend on each other, where the result does not have the silos' log
-        likelihoods.
+    :raises ValueError: for a single silo, for other silos than those of the fit, for the posterior
+        of another model, for fewer than 100 draws, and for a model whose local latents of a silo
+        depend on each other, where the result does not have the silos' log likelihoods.
 
     Example::
 
@@ -171,9 +177,11 @@ def check(
         )
     if len(silos) < 2:
         raise ValueError("expected two silos or more, as each is left out in turn; got one")
-    check_num_draws(num_draws)
+    check_num_draws(num_draws, _FEWEST)
+    _check_flags(refit=refit, rows=rows)
     posterior = posterior_dataset(idata)
     factors = factorize(model, silos)
+    check_same_silos(posterior, factors, silos)
     sites = global_draws(posterior, factors, num_draws)
     terms, of_rows = kept_terms(idata, silos, num_draws), None
     rows = rows and factors.row_wise
@@ -189,15 +197,15 @@ def check(
     names, values = coefficients(sites)
     mean, sd = values.mean(0), values.std(0)
     refit = not isinstance(silos, RemoteSilos) if refit is None else refit
-    left_out = []
+    left_out, evidence = [], _evidence(posterior.attrs)
     each = tqdm(silos.names, "left out", disable=not progress_bar, delay=2.0)
     for name, own in zip(each, terms.T, strict=True):
         weight, k = smoothed(-own)
         if k > POOR and refit:
-            density, others, sound = _refitted(
-                model, silos, name, num_draws, _evidence(posterior.attrs)
-            )
-            how = "refit" if sound else "unsound refit"
+            found = _refitted(model, silos, name, num_draws, evidence, own, of_rows is not None)
+            density, others, how = found.density, found.mean, found.how
+            if of_rows is not None and found.asked is not None:  # the silo's latents can be drawn
+                of_rows = _with_replicates(of_rows, check_rows(found.asked, left_out=True))
         else:
             density, others = log_mean(own, weight), weight @ values
             how = "weights" if k <= POOR else "failed weights"
@@ -221,18 +229,40 @@ class _LeftOut:
     shift: np.ndarray
 
 
+@dataclass(frozen=True)
+class _Refit:
+    """Fit without a silo: the silo's log density and its error, and the coefficients' means.
+
+    :param how: whether it is sound.
+    :param asked: the fit's draws as a question to the silo, where it can be asked.
+    """
+
+    density: tuple[float, float]
+    mean: np.ndarray
+    how: str
+    asked: Question | None
+
+
+def _check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | None):
+            raise TypeError(f"{name}: expected True or False, got {flag!r}")
+
+
 def _refitted(
     model: Callable,
     silos: Silos,
     name: str,
     num_draws: int,
     evidence: tuple[float, float] | None,
-) -> tuple[tuple[float, float], np.ndarray, bool]:
-    """Return a silo's log density by a fit without it, its error, and the fit's mean.
-
-    The last is whether the fit is sound.
+    terms: np.ndarray,
+    rows: bool,
+) -> _Refit:
+    """Return a fit without a silo.
 
     :param evidence: log evidence of the fit of all silos, and its error.
+    :param terms: the silo's log likelihood at the draws of that fit.
+    :param rows: whether the silo will be asked for replicates.
     """
     rest = _among(silos, [other for other in silos.names if other != name])
     # the factorization was checked on all silos
@@ -254,14 +284,26 @@ def _refitted(
     sound = has_converged(result.state) and _weights_hold(idata.posterior.attrs)
     sites = global_draws(idata.posterior, factorize(model, silos), num_draws)
     mean, without = coefficients(sites)[1].mean(0), _evidence(idata.posterior.attrs)
+    density, asked = (np.nan, np.nan), None
+    known = evidence is not None and without is not None
+    if rows or not known:
+        with suppress(JointLatentsError):
+            asked = question(model, _askable(_among(silos, [name])), sites)
     if evidence is not None and without is not None:
         density = evidence[0] - without[0], float(np.hypot(evidence[1], without[1]))
-        return density, mean, sound
-    try:
-        own = question(model, _among(silos, [name]), sites).log_likelihood()[:, 0]
-    except JointLatentsError:
-        return (np.nan, np.nan), mean, sound
-    return log_mean(own, np.full(len(own), 1 / len(own))), mean, sound
+    elif asked is not None:
+        density = log_bridge(terms, asked.log_likelihood()[:, 0])
+    sound = sound and density[1] <= _FAR
+    return _Refit(density, mean, "refit" if sound else "unsound refit", asked)
+
+
+def _with_replicates(of_rows: RowCheck, of_silo: RowCheck | None) -> RowCheck:
+    """Return the check with one silo's replicates by the fit without it."""
+    if of_silo is None:
+        return of_rows
+    predictive = of_rows.predictive.copy()
+    predictive.update(of_silo.predictive)
+    return replace(of_rows, predictive=predictive)
 
 
 def _evidence(attrs: dict) -> tuple[float, float] | None:

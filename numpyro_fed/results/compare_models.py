@@ -4,6 +4,7 @@ Stacking weights maximize :math:`\sum_s \log \sum_m w_m p_m(y_s \mid y_{-s})` (Y
 equation 4, with silos in place of rows).
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
     are NaN where a check has no rows, and evidence where a fit has none. Nothing leaves a silo.
 
     Both standard errors take silos as the units, since the differences of single rows stay there.
+    A warning names the silos of a model whose weights or refits fail: its elpd may be off by far.
 
     :param checks: for each model its :func:`check`.
     :return: a table with a row for each model.
@@ -51,6 +53,8 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
     """
     import pandas as pd
 
+    if not isinstance(checks, Mapping):
+        raise TypeError(f"expected {{name: fed.check(...)}}, got {type(checks).__name__}")
     wrong = [k for k, v in checks.items() if not isinstance(v, SiloCheck)]
     if wrong:
         raise TypeError(
@@ -66,6 +70,14 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
         if own != silos[first] or (tables[name]["rows"] != tables[first]["rows"]).any():
             raise ValueError(
                 f"expected checks of the same silos; {name!r} has others than {first!r}"
+            )
+    for name, table in tables.items():
+        bad = list(table.index[~table["how"].isin(["weights", "refit"])])
+        if bad:
+            warnings.warn(
+                f"{name!r}: weights, or a refit, of silos {bad} fail, so that its elpd may be far "
+                "off; take fed.check(..., refit=True), or look at how in its table",
+                stacklevel=2,
             )
     elpd = np.stack([table["elpd"].to_numpy(float) for table in tables.values()])
     best = int(elpd.sum(1).argmax())

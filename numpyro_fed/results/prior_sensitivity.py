@@ -21,6 +21,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import split_shared
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.results.silo_likelihood import (
+    check_same_silos,
     coefficients,
     global_draws,
     kept_terms,
@@ -77,9 +78,11 @@ def prior_sensitivity(
     """
     import pandas as pd
 
-    check_num_draws(num_draws)
+    check_num_draws(num_draws, 100)
     factors = factorize(model, silos)
-    sites = global_draws(posterior_dataset(idata), factors, num_draws)
+    posterior = posterior_dataset(idata)
+    check_same_silos(posterior, factors, silos)
+    sites = global_draws(posterior, factors, num_draws)
     terms = kept_terms(idata, silos, num_draws)
     if terms is None:
         terms = question(model, silos, sites).together().log_likelihood(progress_bar)

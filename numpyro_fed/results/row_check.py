@@ -91,19 +91,21 @@ class RowCheck:
         for (site, silo, tail), share in odd.items():
             what = f"{tail.removesuffix('_tail')} of {site!r} in silo {silo!r}"
             most = "" if min(share, 1 - share) < _ODD else "most extreme: "
-            out.append(f"  {most}{what}: below {100 * share:.1f} % of replicates")
+            side, of = ("higher", 1 - share) if share < 0.5 else ("lower", share)
+            out.append(f"  {most}{what}: {side} than {100 * of:.1f} % of replicates")
         return out
 
 
-def check_rows(asked: Question) -> RowCheck | None:
+def check_rows(asked: Question, left_out: bool = False) -> RowCheck | None:
     """Return the check of all silos' rows; ``None`` where all outcomes are ``numpyro.factor``s.
 
     :param asked: a question to remote silos; at most 1,000 of its draws are taken.
+    :param left_out: whether the draws are of the posterior without the silo that is asked.
     """
     silos, num = asked.silos, len(asked.told.log_weight)
     largest = max(max(sizes) for sizes in silos.sizes.values())
     most = max(_LEAST, min(_MOST, _MOST_NUMBERS // largest))
-    found = asked.at(evenly(num, most)).ask(RowsLocal(asked.setup.config))
+    found = asked.at(evenly(num, most)).ask(RowsLocal(asked.setup.config, left_out))
     sites = {name: np.stack([np.asarray(reply[name]) for reply in found]) for name in found[0]}
     return _tables(sites, silos.names) if sites else None
 

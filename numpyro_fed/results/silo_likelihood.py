@@ -6,6 +6,7 @@ Local latents are integrated out, by nodes around their modes at each draw
 **What leaves a silo:** one number for each draw, as in the last round of a fit.
 """
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -206,6 +207,23 @@ def kept_terms(idata: "InferenceData", silos: Silos, most: int) -> np.ndarray | 
         return None
     terms = kept.values.reshape(-1, len(silos))
     return terms[evenly(len(terms), most)]
+
+
+def check_same_silos(posterior: "Dataset", factors: Factors, silos: Silos) -> None:
+    """Raise a ``ValueError`` unless these are the silos of the posterior, as far as it tells.
+
+    It has the names where this library made it, and the number of elements of a silo plate where
+    it has their latents.
+    """
+    names = json.loads(posterior.attrs.get("silos", "null"))
+    if names is not None and set(names) != set(silos.names):
+        raise ValueError(f"expected the silos of the fit, {names}, got {list(silos.names)}")
+    for plate, group in factors.plates:
+        num, mine = posterior.sizes.get(plate), sum(silos.sizes[group])
+        if num not in (None, mine):
+            raise ValueError(
+                f"expected the rows of the fit, which has {num} elements of {plate!r}, got {mine}"
+            )
 
 
 def evenly(total: int, most: int) -> np.ndarray:

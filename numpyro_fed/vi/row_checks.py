@@ -75,6 +75,7 @@ class RowsLocal(FitTask):
     """A silo's check of its rows at draws of theta; the message is that of ``EstimateLocal``.
 
     :param config: the static facts.
+    :param left_out: whether the draws are of the posterior without this silo, and need no weights.
     """
 
     wire_name = "RowsLocal"
@@ -87,6 +88,7 @@ class RowsLocal(FitTask):
     message_classes = ("Position", *FIT_CLASSES)
 
     config: FitConfig
+    left_out: bool = False
 
     def __call__(
         self, key: Array, message: tuple, state: PyTree, view: SiloView
@@ -111,6 +113,7 @@ class RowsLocal(FitTask):
             }
 
         of_silo, drawn = lax.map(one, told)
+        of_silo = jnp.zeros_like(of_silo) if self.left_out else of_silo
         first = outcomes(jax.tree.map(lambda x: x[0], told))[1]
         shape = jax.ShapeDtypeStruct((NUMBERS,), jnp.result_type(float))
         return {
@@ -219,7 +222,8 @@ def row_numbers(
 ) -> np.ndarray:
     """Return what leaves the silo of one observed site, :data:`NUMBERS`.
 
-    :param of_silo: log likelihood of the silo at each draw.
+    :param of_silo: log likelihood of the silo at each draw; zero where the draws are of the
+        posterior without it.
     :param density: log densities of the outcomes, draws first.
     :param mean: expected outcomes, draws first.
     :param replicates: quantities of each draw's replicate, ``(draws, 3)``.

@@ -10,8 +10,10 @@ from numpyro.infer import MCMC
 from scipy import stats
 
 import numpyro_fed as fed
+import numpyro_fed.results.check as check_module
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.results.silo_likelihood import coefficients
+from numpyro_fed.vi.importance import log_bridge
 
 SIZES, PRIOR, BETWEEN, WITHIN = (4, 7, 3, 5), 3.0, 0.7, 1.2
 
@@ -119,6 +121,50 @@ def test_an_outlier_is_fitted_without():
 
 
 @pytest.mark.ci
+def test_without_evidence_a_bridge_tells_the_density(monkeypatch):
+    """Within 4 of its errors of the closed form; a mean over the refit's draws is far off."""
+    data = made(outlier=5.0)
+    silos = fed.Silos(data)
+    idata = fed.fit(model, silos, method="hmc", num_draws=2000, progress_bar=False)
+    found = fed.check(idata, model, silos, rows=False)
+    row = found.table.loc["silo 3"]
+    assert row["how"] == "refit"
+    assert row["se"] < 0.3
+    assert abs(row["elpd"] - exact(data)[1][3]) < 4 * row["se"]
+    monkeypatch.setattr(check_module, "_FAR", 0.001)
+    assert fed.check(idata, model, silos, rows=False).table.loc["silo 3", "how"] == "unsound refit"
+
+
+def test_a_bridge_has_the_closed_form():
+    """A mean of e^(3 x) over standard normals is e^4.5; far apart, the error says so."""
+    rng = np.random.default_rng(1)
+    for slope, far in ((1.0, False), (3.0, False), (12.0, True)):
+        above, below = slope * rng.normal(slope, size=4000), slope * rng.normal(size=4000)
+        value, error = log_bridge(above, below)
+        assert (error > 0.5) == far
+        assert far or abs(value - slope**2 / 2) < 4 * error
+
+
+@pytest.mark.ci
+def test_replicates_are_of_the_fit_without_the_silo(monkeypatch):
+    """Shares above are those of the closed form, within 4 errors of 1,000 draws."""
+    rng = np.random.default_rng(3)
+    data = {s: {"y": rng.normal(0.6 * (s == "b"), 1.3, size=12)} for s in "abcd"}
+    silos = fed.Silos(data)
+    idata = fed.fit(model, silos, progress_bar=False)
+    monkeypatch.setattr(check_module, "POOR", -10.0)  # all are fitted without
+    monkeypatch.setattr(check_module, "_weights_hold", lambda attrs: True)
+    found = fed.check(idata, model, silos, num_draws=2000)
+    assert set(found.table["how"]) == {"refit"}
+    own = BETWEEN**2 + WITHIN**2
+    for s, one in data.items():
+        mean, sd = posterior(np.concatenate([d["y"] for t, d in data.items() if t != s]))
+        share = stats.norm.sf(one["y"].mean(), mean, np.sqrt(sd**2 + own / 12))
+        tail = found.rows.predictive.loc[("y", s), "mean_tail"]
+        assert abs(tail - share) < 4 * np.sqrt(share * (1 - share) / 1000)
+
+
+@pytest.mark.ci
 def test_chains_are_checked_like_fits(fitted, checked):
     silos = fitted[0]
     mcmc = MCMC(
@@ -179,8 +225,17 @@ def test_bad_input(fitted):
         fed.check(idata, model, made())
     with pytest.raises(ValueError, match="two silos or more"):
         fed.check(idata, model, fed.Silos({"all": made()["silo 1"]}))
-    with pytest.raises(ValueError, match="num_draws: expected"):
-        fed.check(idata, model, silos, num_draws=0)
+    with pytest.raises(ValueError, match="num_draws: expected a whole number >= 100, got 99"):
+        fed.check(idata, model, silos, num_draws=99)
+    with pytest.raises(TypeError, match="refit: expected True or False, got 'yes'"):
+        fed.check(idata, model, silos, refit="yes")
+    fewer = fed.Silos({k: v for k, v in made().items() if k != "silo 2"})
+    for ask in (fed.check, fed.prior_sensitivity):
+        with pytest.raises(ValueError, match=r"the silos of the fit, .*'silo 2'.*, got"):
+            ask(idata, model, fewer)
+    more = {k: {"y": np.append(v["y"], 0)} for k, v in made().items()}
+    with pytest.raises(ValueError, match="19 elements of 'patients', got 23"):
+        fed.check(idata, model, fed.Silos(more))
 
     def other(y):
         nu = numpyro.sample("nu", dist.Normal(0, 1))
@@ -193,8 +248,10 @@ def test_bad_input(fitted):
     one = {"y": np.zeros(4), "case": np.arange(4) % 2, "other": np.arange(4) // 2}
     one["cases"] = np.zeros(2)
     joint = fed.Silos({"a": one, "b": one}, rows=rows, index={"case": "cases", "other": "cases"})
+    bare = idata.copy()
+    bare.posterior.attrs = {}
     with pytest.raises(ValueError, match="latents of a silo depend on each other"):
-        fed.check(idata, crossed, joint)
+        fed.check(bare, crossed, joint)
 
 
 @pytest.mark.ci
