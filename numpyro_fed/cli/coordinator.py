@@ -153,16 +153,16 @@ def coordinate(
         _wait_for(link, near, port, folder)
         flwr = partial(_flwr, folder, tls, f"{near}:{port}", environment)
         for name in names:
-            key = str((keys / f"{name}.pub").resolve())
-            flwr("supernode", "register", key, "link", "--name", name)
+            flwr(
+                "supernode", "register", str(keys.resolve() / f"{name}.pub"), "link", "--name", name
+            )
         config: dict[str, float | str] = {
             **settings,
             "model": str(model.resolve()),
             "silos": json.dumps(names),
             "folder": str(folder),
         }
-        here = "numpyro_fed.cli.coordinator"
-        app = write_app(folder / "app", f"{here}:server", f"{here}:client", config)
+        app = write_app(folder / "app", f"{__name__}:server", f"{__name__}:client", config)
         flwr("run", str(app), "link")
         return _report(link, folder)
     finally:
@@ -171,7 +171,7 @@ def coordinate(
             link.wait(15)
         except subprocess.TimeoutExpired:
             link.kill()
-        # a run that has not reported does not end with SuperLink
+        # one that has not reported does not end with SuperLink
         end_process(folder / "process", "flwr-serverapp")
 
 
