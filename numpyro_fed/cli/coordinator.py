@@ -166,13 +166,17 @@ def coordinate(
         flwr("run", str(app), "link")
         return _report(link, folder)
     finally:
-        link.terminate()
-        try:
-            link.wait(15)
-        except subprocess.TimeoutExpired:
-            link.kill()
-        # one that has not reported does not end with SuperLink
-        end_process(folder / "process", "flwr-serverapp")
+        _stop(link, folder)
+
+
+def _stop(link: subprocess.Popen, folder: Path) -> None:
+    """Stop SuperLink, and the run, which does not end with SuperLink if it has not reported."""
+    link.terminate()
+    try:
+        link.wait(15)
+    except subprocess.TimeoutExpired:
+        link.kill()
+    end_process(folder / "process", "flwr-serverapp")
 
 
 def _report(link: subprocess.Popen, folder: Path) -> str:
