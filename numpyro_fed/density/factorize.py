@@ -54,10 +54,13 @@ def factorize(
         their data; their terms count once.
     :param extra: further keyword arguments (Gibbs conditioning).
     :return: the factors.
+    :raises TypeError: for a model that is no function.
     :raises ValueError: for every structure that the factorization does not cover.
     :warns UserWarning: where a latent site has the name of an argument with rows, as happens where
         a model lacks ``obs=``.
     """
+    if not callable(model):
+        raise TypeError(f"model: expected a function with NumPyro's primitives, got {model!r:.60}")
     specs = tuple(
         (leaf, silos.group[leaf], jax.ShapeDtypeStruct(v.shape[1:], v.dtype))
         for leaf, v in silos.rows.items()

@@ -83,8 +83,8 @@ class SiloCheck:
 
     def __repr__(self) -> str:
         lines = [self.table.to_string(float_format=lambda x: f"{x:.2f}")]
-        total = self.table["elpd"].sum()
-        lines.append(f"Leave one silo out: elpd {total:.2f} in all")
+        doubts = ", with lines not to be trusted" if self.table["how"].isin(_DOUBTS).any() else ""
+        lines.append(f"Leave one silo out: elpd {self.table['elpd'].sum():.2f} in all{doubts}")
         for how, why in _DOUBTS.items():
             doubtful = self.table.index[self.table["how"] == how]
             if len(doubtful):
