@@ -223,7 +223,7 @@ def test_bad_input(fitted):
     silos, idata = fitted
     with pytest.raises(TypeError, match=r"expected fed.Silos.*got dict"):
         fed.check(idata, model, made())
-    with pytest.raises(TypeError, match="model: expected a function .*, got 'modle'"):
+    with pytest.raises(TypeError, match=r"model: expected a function .*, got 'modle'"):
         fed.check(idata, "modle", silos)
     with pytest.raises(ValueError, match="two silos or more"):
         fed.check(idata, model, fed.Silos({"all": made()["silo 1"]}))
