@@ -13,6 +13,7 @@ from numpyro_fed.data.checks import check_key
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.front.steps import (
+    MOST_TERMS,
     Asked,
     Found,
     fsgld,
@@ -39,7 +40,6 @@ _START_TOL = 0.1
 # round takes a minute
 _LARGEST_UNIT = 64
 # most log likelihoods of rows in a result: 200 MB
-_MOST_TERMS = 50_000_000
 _METHODS = ("auto", "vi", "hmc", "fsgld")
 
 
@@ -122,7 +122,7 @@ def fit(
     if log_likelihood is None:
         parts = silos.parts if isinstance(silos, MixedSilos) else (silos,)
         most = max(sum(n) for part in parts for n in part.sizes.values())
-        log_likelihood = num_draws * most <= _MOST_TERMS
+        log_likelihood = num_draws * most <= MOST_TERMS
     asked = Asked(num_draws, log_likelihood, progress_bar)
     key_chains = jax.random.split(rng_key, 3)[2]
     can_chain = not isinstance(silos, MixedSilos | RemoteSilos)

@@ -38,7 +38,7 @@ _HMC_WARMUP = 400  # the verdicts in docs/results.md are of so many
 # draws for each one that is kept, of the first run and of longer ones. Where no fit gave FSGLD a
 # start, 165 of 2,000 draws were effective for families in communities; `diagnose` asks for 400
 _FSGLD_WARM, _FSGLD_COLD = (1, 4, 16), (2, 8, 32)
-_REMOTE_RUNS = 2  # most runs over remote silos: a round takes a message to each
+_REMOTE_LENGTHS = 2  # of these, over remote silos: a round takes a message to each
 _HMC_LENGTHS, _MARGINAL_LENGTHS = (1, 4, 16), (1, 4)
 # many chains that share what they learn: of few draws each, so that there are few rounds
 _MARGINAL_CHAINS, _MARGINAL_WARMUP = 64, 40
@@ -52,7 +52,22 @@ _TARGETS = (0.8, 0.95, 0.99)
 # well enough for such steps, a fourth (bacteria: unsound with 6 % of steps cut, then sound with .1)
 _BIASES = (0.02, 0.005)
 # checks that shorter steps mend
-_COARSE = ("trajectories diverged", "steps cut", "inflation met")
+_COARSE = (
+    "trajectories diverged",
+    "rounds undone",
+    "steps cut",
+    "inflation predicted",
+    "inflation met",
+)
+# checks of FSGLD that a longer run mends
+_SHORT = (
+    "R-hat",
+    "effective draws",
+    "R-hat of latents",
+    "effective draws of latents",
+    "surrogate mass left out",
+)
+MOST_TERMS = 50_000_000  # log likelihoods of rows that a result has by default
 
 
 class Asked(NamedTuple):
@@ -150,10 +165,10 @@ def fsgld(
     """Return draws of FSGLD from the result, or from the prior, by shorter and more steps."""
     lengths: tuple[int, ...] = _FSGLD_COLD if result is None else _FSGLD_WARM
     if isinstance(silos, RemoteSilos):
-        lengths = lengths[:_REMOTE_RUNS]
+        lengths = lengths[:_REMOTE_LENGTHS]
     plan = _Plan(asked, _CHAINS, _WARMUP, lengths)
     kernels = [FSGLD(model, init_from=result, step_size=Step(bias_target=x)) for x in _BIASES]
-    run = _run_chains(kernels, plan, silos, key, lambda found: found.verdict == "sound")
+    run = _run_chains(kernels, plan, silos, key, lambda found: not _is_short(found))
     bias = _BIASES[kernels.index(run.mcmc.sampler)]
     words = (
         f"{'FSGLD' if result is None else 'from there FSGLD'}, {_CHAINS} chains of {_WARMUP} + "
@@ -277,7 +292,11 @@ class _Chains(NamedTuple):
     def found(self, silos: Silos | MixedSilos, words: str, before: Sequence[Ledger] = ()) -> Found:
         """Return the draws, with the ledgers of all rounds."""
         every = self.each // self.mcmc.thinning
-        idata = to_inference_data(self.mcmc, silos, log_likelihood=self.asked.log_likelihood)
+        log_lik = self.asked.log_likelihood
+        if every > 1 and isinstance(silos, Silos):  # those of draws that are not kept come first
+            most = max(sum(sizes) for sizes in silos.sizes.values())
+            log_lik &= self.mcmc.num_samples * self.mcmc.num_chains * most <= MOST_TERMS
+        idata = to_inference_data(self.mcmc, silos, log_likelihood=log_lik)
         idata = idata.sel(draw=slice(None, None, every))
         add_ledgers(idata, *before, *self.spent)
         return Found(idata, words, self.diagnosis.verdict, f". {self.diagnosis.summary()}")
@@ -331,8 +350,17 @@ def _run_chains(
 
 def _are_coarse(found: Diagnosis) -> bool:
     """Return whether a check fails that shorter steps mend."""
-    verdicts = found.table["verdict"]
-    return any(row in verdicts.index and verdicts[row] != "sound" for row in _COARSE)
+    return not set(_failing(found)).isdisjoint(_COARSE)
+
+
+def _is_short(found: Diagnosis) -> bool:
+    """Return whether checks fail, and a longer run mends all that do."""
+    failing = set(_failing(found))
+    return bool(failing) and failing <= set(_SHORT)
+
+
+def _failing(found: Diagnosis) -> list[str]:
+    return [*found.table.index[found.table["verdict"] != "sound"]]
 
 
 def add_ledgers(idata: "InferenceData", *ledgers: Ledger) -> None:

@@ -7,8 +7,8 @@ With :math:`\ell_{sk} = \log p(y_s \mid \theta_k)` the posterior without silo s 
 
 and how far each coefficient moves when the silo is left out. Pareto's k judges the weights. Where
 it is too large, the model is fitted without the silo. The log density is then the difference of the
-two fits' log evidence, or where these have none, the ratio of their constants by a bridge between
-their draws.
+two fits' log evidence. Draws of chains have none: then bridge sampling between both fits' draws
+gives the log ratio of their constants.
 """
 
 import warnings
@@ -25,10 +25,11 @@ from numpyro_fed._arviz import posterior_dataset
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factorize import factorize
-from numpyro_fed.results.row_check import RowCheck, check_rows
+from numpyro_fed.results.row_check import RowCheck, check_rows, replicates_without
 from numpyro_fed.results.silo_likelihood import (
     JointLatentsError,
     Question,
+    check_enough,
     check_same_silos,
     coefficients,
     global_draws,
@@ -37,7 +38,7 @@ from numpyro_fed.results.silo_likelihood import (
 )
 from numpyro_fed.results.vi_inference_data import check_num_draws, vi_inference_data
 from numpyro_fed.rounds.remote import Loopback, RemoteSilos
-from numpyro_fed.vi.conducive.checks import has_converged
+from numpyro_fed.vi.conducive.checks import JointUnits, has_converged
 from numpyro_fed.vi.importance import POOR, log_bridge, log_mean, smoothed
 from numpyro_fed.vi.svi import MOST_ROUNDS, TOL, conducive_for
 
@@ -48,12 +49,11 @@ if TYPE_CHECKING:
 
 
 _DRAWN = 10  # coefficients in a figure
-_FEWEST = 100  # draws, to a fifth of which Pareto's k is fitted
-_FAR = 0.5  # error of a bridge, in nats, from which on the two fits' draws hardly overlap
+_FAR = 0.5  # error of elpd, in nats, beyond which the draws of two fits hardly overlap
 # ways of leaving a silo out whose numbers may be wrong
 _DOUBTS = {
     "failed weights": "Weights fail (Pareto's k above .7), and no refit was made, for",
-    "unsound refit": "The fit without the silo has not converged, or its weights fail, for",
+    "unsound refit": "The refit has not converged, its weights fail, or elpd is not known, for",
 }
 
 
@@ -142,14 +142,15 @@ def check(
     What leaves a silo: one number for each of ``num_draws`` draws, or nothing where the result has
     the silos' log likelihoods (group ``log_likelihood_silo``, of fits of remote silos). For
     ``rows``, 41 numbers for each observed site (:mod:`numpyro_fed.vi.row_checks`). A refit has the
-    rounds of a fit among the other silos.
+    rounds of a fit among the other silos. The silo that is left out then answers a second time: six
+    numbers for each observed site, and after chains one for each draw.
 
     :param idata: the posterior, from :func:`fit` or :func:`to_inference_data`.
     :param model: the model of the fit.
     :param silos: the silos of the fit, at least two.
     :param num_draws: most draws that are used.
-    :param refit: whether to fit the model without each silo whose k is above .7. By default for
-        silos in this process: of remote silos, all but one take part in the rounds of each refit.
+    :param refit: whether to fit the model without each silo whose k is above .7. ``None``: for
+        silos in this process; of remote silos, all others take part in the rounds of each refit.
     :param rows: whether the silos check their rows. Not for models whose latents of a silo, or
         whose rows, depend on each other; two nested plates are no such case.
     :param progress_bar: show how many draws are done, and which silo is left out, where that takes
@@ -177,12 +178,13 @@ def check(
         )
     if len(silos) < 2:
         raise ValueError("expected two silos or more, as each is left out in turn; got one")
-    check_num_draws(num_draws, _FEWEST)
+    check_num_draws(num_draws)
     _check_flags(refit=refit, rows=rows)
     posterior = posterior_dataset(idata)
     factors = factorize(model, silos)
     check_same_silos(posterior, factors, silos)
     sites = global_draws(posterior, factors, num_draws)
+    check_enough(sites)
     terms, of_rows = kept_terms(idata, silos, num_draws), None
     rows = rows and factors.row_wise
     if rows or terms is None:
@@ -201,11 +203,13 @@ def check(
     each = tqdm(silos.names, "left out", disable=not progress_bar, delay=2.0)
     for name, own in zip(each, terms.T, strict=True):
         weight, k = smoothed(-own)
+        found = None
         if k > POOR and refit:
             found = _refitted(model, silos, name, num_draws, evidence, own, of_rows is not None)
+        if found is not None:
             density, others, how = found.density, found.mean, found.how
             if of_rows is not None and found.asked is not None:  # the silo's latents can be drawn
-                of_rows = _with_replicates(of_rows, check_rows(found.asked, left_out=True))
+                of_rows = _with_replicates(of_rows, replicates_without(found.asked))
         else:
             density, others = log_mean(own, weight), weight @ values
             how = "weights" if k <= POOR else "failed weights"
@@ -257,16 +261,19 @@ def _refitted(
     evidence: tuple[float, float] | None,
     terms: np.ndarray,
     rows: bool,
-) -> _Refit:
-    """Return a fit without a silo.
+) -> _Refit | None:
+    """Return a fit without a silo; ``None`` where latents of a silo depend on each other.
 
     :param evidence: log evidence of the fit of all silos, and its error.
     :param terms: the silo's log likelihood at the draws of that fit.
     :param rows: whether the silo will be asked for replicates.
     """
-    rest = _among(silos, [other for other in silos.names if other != name])
+    rest = silos.among([other for other in silos.names if other != name])
     # the factorization was checked on all silos
-    svi = conducive_for(model, rest, validate=False)
+    try:
+        svi = conducive_for(model, rest, validate=False)
+    except JointUnits:
+        return None
     key = jax.random.key(silos.names.index(name))
     with warnings.catch_warnings():  # the table says so
         warnings.filterwarnings("ignore", "q has not converged")
@@ -288,7 +295,7 @@ def _refitted(
     known = evidence is not None and without is not None
     if rows or not known:
         with suppress(JointLatentsError):
-            asked = question(model, _askable(_among(silos, [name])), sites)
+            asked = question(model, _askable(silos.among([name])), sites)
     if evidence is not None and without is not None:
         density = evidence[0] - without[0], float(np.hypot(evidence[1], without[1]))
     elif asked is not None:
@@ -297,12 +304,10 @@ def _refitted(
     return _Refit(density, mean, "refit" if sound else "unsound refit", asked)
 
 
-def _with_replicates(of_rows: RowCheck, of_silo: RowCheck | None) -> RowCheck:
+def _with_replicates(of_rows: RowCheck, of_silo: "pd.DataFrame") -> RowCheck:
     """Return the check with one silo's replicates by the fit without it."""
-    if of_silo is None:
-        return of_rows
     predictive = of_rows.predictive.copy()
-    predictive.update(of_silo.predictive)
+    predictive.update(of_silo)
     return replace(of_rows, predictive=predictive)
 
 
@@ -316,13 +321,6 @@ def _evidence(attrs: dict) -> tuple[float, float] | None:
 def _weights_hold(attrs: dict) -> bool:
     """Return whether Pareto's k of a fit's weights is good, for theta and for the latents."""
     return max(attrs["pareto_k"], attrs.get("pareto_k_unit", 0)) <= POOR
-
-
-def _among(silos: Silos, names: list[str]) -> Silos:
-    """Return some of the silos."""
-    if isinstance(silos, RemoteSilos):
-        return silos.among(names)
-    return Silos({name: silos[name] for name in names}, rows=silos.group, index=silos.index)
 
 
 def _collected(

@@ -44,8 +44,8 @@ def to_inference_data(fit: FederatedVI | MCMC, *args: Any, **options: Any) -> "I
     resample=False, progress_bar=True)`` takes the result of a variational fit. The importance
     weights of the bound resample local latents. With ``resample=True`` the draws of theta are
     resampled too, from two to four times as many, by their Pareto-smoothed weights. Where these
-    fail, draws of fitted mixtures follow (:mod:`numpyro_fed.vi.mixture`). A remote silo returns its
-    estimated log likelihood at each draw of theta, one number each (under privacy it returns
+    fail, draws of fitted mixtures are added (:mod:`numpyro_fed.vi.mixture`). A remote silo returns
+    its estimated log likelihood at each draw of theta, one number each (under privacy it returns
     nothing).
 
     The result has all that ``arviz.from_numpyro(mcmc)`` gives. In addition, each element of a silo
@@ -61,7 +61,7 @@ def to_inference_data(fit: FederatedVI | MCMC, *args: Any, **options: Any) -> "I
     * learned parameters (attribute ``learned``);
     * Pareto's k of theta's draws (attribute ``pareto_k``), which is the largest of the weights' own
       and of those of the coordinates' variances; the attribute ``pareto_k_of`` says which it is,
-      and ``mixture`` is the number of the mixture that was drawn from, 0 for q;
+      and ``mixture`` is the number of mixtures that drew beside q;
     * Pareto's k of the worst unit's candidates (attribute ``pareto_k_unit``).
 
     Where silos differ in structure, names and dimensions of the i-th structure end in ``_i``. The

@@ -21,6 +21,7 @@ from numpyro_fed.data.silos import Silos
 from numpyro_fed.data.views import split_shared
 from numpyro_fed.density.factorize import factorize
 from numpyro_fed.results.silo_likelihood import (
+    check_enough,
     check_same_silos,
     coefficients,
     global_draws,
@@ -78,11 +79,12 @@ def prior_sensitivity(
     """
     import pandas as pd
 
-    check_num_draws(num_draws, 100)
+    check_num_draws(num_draws)
     factors = factorize(model, silos)
     posterior = posterior_dataset(idata)
     check_same_silos(posterior, factors, silos)
     sites = global_draws(posterior, factors, num_draws)
+    check_enough(sites)
     terms = kept_terms(idata, silos, num_draws)
     if terms is None:
         terms = question(model, silos, sites).together().log_likelihood(progress_bar)

@@ -96,18 +96,36 @@ class RowCheck:
         return out
 
 
-def check_rows(asked: Question, left_out: bool = False) -> RowCheck | None:
+def check_rows(asked: Question) -> RowCheck | None:
     """Return the check of all silos' rows; ``None`` where all outcomes are ``numpyro.factor``s.
 
     :param asked: a question to remote silos; at most 1,000 of its draws are taken.
-    :param left_out: whether the draws are of the posterior without the silo that is asked.
     """
+    sites = _asked(asked, left_out=False)
+    return _tables(sites, asked.silos.names) if sites else None
+
+
+def replicates_without(asked: Question) -> "pd.DataFrame":
+    """Return the predictive checks of silos at draws of the posterior without them."""
+    return _predictive(_asked(asked, left_out=True), asked.silos.names)
+
+
+def _asked(asked: Question, left_out: bool) -> dict[str, np.ndarray]:
+    """Return the silos' numbers, by site, ``(silos, numbers)``."""
     silos, num = asked.silos, len(asked.told.log_weight)
     largest = max(max(sizes) for sizes in silos.sizes.values())
     most = max(_LEAST, min(_MOST, _MOST_NUMBERS // largest))
     found = asked.at(evenly(num, most)).ask(RowsLocal(asked.setup.config, left_out))
-    sites = {name: np.stack([np.asarray(reply[name]) for reply in found]) for name in found[0]}
-    return _tables(sites, silos.names) if sites else None
+    return {name: np.stack([np.asarray(reply[name]) for reply in found]) for name in found[0]}
+
+
+def _predictive(sites: dict[str, np.ndarray], names: tuple[str, ...]) -> "pd.DataFrame":
+    import pandas as pd
+
+    index = pd.MultiIndex.from_product([sites, names], names=["site", "silo"])
+    tails = [name + tail for name in QUANTITIES for tail in ("", "_tail")]
+    numbers = np.concatenate(list(sites.values())).astype(np.float64)
+    return pd.DataFrame(numbers[:, -len(tails) :], index, tails)
 
 
 def _tables(sites: dict[str, np.ndarray], names: tuple[str, ...]) -> RowCheck:
@@ -126,9 +144,7 @@ def _tables(sites: dict[str, np.ndarray], names: tuple[str, ...]) -> RowCheck:
         names=["site", "silo", "group"],
     )
     groups = pd.DataFrame(of_groups, tenths, ["rows", "prediction", "outcome"]).dropna()
-    tails = [name + tail for name in QUANTITIES for tail in ("", "_tail")]
-    predictive = pd.DataFrame(numbers[:, stop:], index, tails)
-    return RowCheck(loo, groups.astype({"rows": int}), predictive)
+    return RowCheck(loo, groups.astype({"rows": int}), _predictive(sites, names))
 
 
 def _error(squares: Any, elpd: Any, rows: Any) -> Any:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from arviz import InferenceData
     from xarray import Dataset
 
+_FEWEST = 100  # draws, to a fifth of which Pareto's k is fitted
 _PARTS = 20  # of the draws, where a progress bar follows them
 
 
@@ -216,7 +217,8 @@ def check_same_silos(posterior: "Dataset", factors: Factors, silos: Silos) -> No
     it has their latents.
     """
     names = json.loads(posterior.attrs.get("silos", "null"))
-    if names is not None and set(names) != set(silos.names):
+    # kernels that pool know one silo, of all rows
+    if names is not None and set(names) not in ({"all"}, set(silos.names)):
         raise ValueError(f"expected the silos of the fit, {names}, got {list(silos.names)}")
     for plate, group in factors.plates:
         num, mine = posterior.sizes.get(plate), sum(silos.sizes[group])
@@ -224,6 +226,13 @@ def check_same_silos(posterior: "Dataset", factors: Factors, silos: Silos) -> No
             raise ValueError(
                 f"expected the rows of the fit, which has {num} elements of {plate!r}, got {mine}"
             )
+
+
+def check_enough(sites: dict[str, np.ndarray]) -> None:
+    """Raise a ``ValueError`` for draws that are too few for weights."""
+    num = len(next(iter(sites.values())))
+    if num < _FEWEST:
+        raise ValueError(f"expected {_FEWEST} draws or more, got {num}: take more, or num_draws=")
 
 
 def evenly(total: int, most: int) -> np.ndarray:

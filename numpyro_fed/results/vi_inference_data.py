@@ -148,14 +148,10 @@ def _add_silo_terms(idata: "InferenceData", setup: Setup, terms: Array) -> None:
     set_group(idata, SILO_TERMS, group)
 
 
-def check_num_draws(num_draws: object, fewest: int = 1) -> None:
-    """Raise unless ``num_draws`` is a whole number >= ``fewest``."""
-    if (
-        isinstance(num_draws, bool)
-        or not isinstance(num_draws, int | np.integer)
-        or num_draws < fewest
-    ):
-        raise ValueError(f"num_draws: expected a whole number >= {fewest}, got {num_draws!r}")
+def check_num_draws(num_draws: object) -> None:
+    """Raise unless ``num_draws`` is a whole number >= 1."""
+    if isinstance(num_draws, bool) or not isinstance(num_draws, int | np.integer) or num_draws < 1:
+        raise ValueError(f"num_draws: expected a whole number >= 1, got {num_draws!r}")
 
 
 def of_structure(

@@ -9,7 +9,7 @@ over JAX processes.
 """
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -129,37 +129,6 @@ class Loopback(Carrier):
         return [self.workers[call.number].answer(call) for call in calls]
 
 
-class Some(Carrier):
-    """Carrier to some of the silos of another carrier, under numbers of their own.
-
-    :param whole: the carrier to all silos, which keeps the slots.
-    :param numbers: its numbers of these silos.
-    """
-
-    def __init__(self, whole: Carrier, numbers: list[int]) -> None:
-        workers = {n: whole.workers[m] for n, m in enumerate(numbers) if m in whole.workers}
-        super().__init__(workers)
-        self._whole, self._numbers = whole, numbers
-        self.guarded, self.token = whole.guarded, whole.token
-
-    def new_slot(self) -> int:
-        """Return a new slot of the carrier to all silos."""
-        self.next_slot = self._whole.new_slot() + 1
-        return self.next_slot - 1
-
-    def ask(self, calls: list[Call]) -> list[Any]:
-        """Make the calls under the silos' numbers among all."""
-        return self._whole.ask([x._replace(number=self._numbers[x.number]) for x in calls])
-
-    def check(self, check: Callable[[Silos], None]) -> None:
-        """Check all silos, also those that are left out."""
-        self._whole.check(check)
-
-    def forget(self, slots: list[int], *, now: bool = False) -> None:
-        """Have silos forget the states in some slots."""
-        self._whole.forget(slots, now=now)
-
-
 class RemoteSilos(Silos):
     """Remote silos, in place of :class:`Silos` at a server that does not have the rows.
 
@@ -169,6 +138,7 @@ class RemoteSilos(Silos):
     """
 
     carrier: Carrier
+    numbers: tuple[int, ...]  # of the silos, among all of the carrier's
 
     def __init__(self, known: Silos, carrier: Carrier) -> None:
         if not isinstance(known, Silos):
@@ -179,20 +149,23 @@ class RemoteSilos(Silos):
         self.__dict__.update(known.__dict__)
         self.rows = {leaf: type_of_array(x) for leaf, x in known.rows.items()}
         self.order, self.carrier = {}, carrier
+        self.numbers = tuple(range(len(known)))
 
-    def among(self, names: list[str]) -> "RemoteSilos":
-        """Return some of the silos."""
+    def among(self, names: Sequence[str]) -> "RemoteSilos":
+        """Return some of the silos, by the same carrier."""
         numbers = [self.names.index(name) for name in names]
-        sizes = {group: [sizes[n] for n in numbers] for group, sizes in self.sizes.items()}
+        sizes = {group: [all_[n] for n in numbers] for group, all_ in self.sizes.items()}
         rows = {
             leaf: jax.ShapeDtypeStruct((sum(sizes[self.group[leaf]]), *x.shape[1:]), x.dtype)
             for leaf, x in self.rows.items()
         }
-        return RemoteSilos(self.like(tuple(names), sizes, rows, {}), Some(self.carrier, numbers))
+        some = RemoteSilos(self.like(tuple(names), sizes, rows, {}), self.carrier)
+        some.numbers = tuple(self.numbers[n] for n in numbers)
+        return some
 
     def ask(self, calls: list[Call]) -> list[Any]:
         """Return the replies to calls; ``None`` for a silo that did not answer."""
-        return self.carrier.ask(calls)
+        return self.carrier.ask([x._replace(number=self.numbers[x.number]) for x in calls])
 
     def ask_again(
         self, calls: list[Call], least: int | None = None
@@ -268,14 +241,14 @@ class RemoteSilos(Silos):
     def tree_flatten(self) -> tuple[tuple, Any]:
         """Return shared arrays alone as leaves; types of rows and the carrier are static."""
         types = tuple(sorted(self.rows.items()))
-        return ({}, {}, self.shared_arrays), (self.spec, types, self.carrier)
+        return ({}, {}, self.shared_arrays), (self.spec, types, self.carrier, self.numbers)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: tuple) -> Self:
         """Rebuild remote silos with types of rows in place of rows."""
-        spec, types, carrier = aux
+        spec, types, carrier, numbers = aux
         self = cls.from_spec(spec, dict(types), {}, children[2])
-        self.carrier = carrier
+        self.carrier, self.numbers = carrier, numbers
         return self
 
 

@@ -75,7 +75,8 @@ class RowsLocal(FitTask):
     """A silo's check of its rows at draws of theta; the message is that of ``EstimateLocal``.
 
     :param config: the static facts.
-    :param left_out: whether the draws are of the posterior without this silo, and need no weights.
+    :param left_out: whether the draws are of the posterior without this silo. They need no weights,
+        and the silo tells of its replicates alone; its other numbers are NaN.
     """
 
     wire_name = "RowsLocal"
@@ -116,7 +117,7 @@ class RowsLocal(FitTask):
         of_silo = jnp.zeros_like(of_silo) if self.left_out else of_silo
         first = outcomes(jax.tree.map(lambda x: x[0], told))[1]
         shape = jax.ShapeDtypeStruct((NUMBERS,), jnp.result_type(float))
-        return {
+        found = {
             name: jax.pure_callback(
                 row_numbers,
                 shape,
@@ -127,7 +128,10 @@ class RowsLocal(FitTask):
                 quantities(x.value, x.counts),
             )
             for name, x in first.items()
-        }, None
+        }
+        if self.left_out:
+            found = {name: x.at[: -2 * len(QUANTITIES)].set(jnp.nan) for name, x in found.items()}
+        return found, None
 
 
 def _arguments(learned: dict[str, Array], rows: SiloRows) -> tuple[ModelArgs, dict[str, Array]]:

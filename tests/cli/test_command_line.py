@@ -731,7 +731,8 @@ def test_a_coordinator_that_is_stopped_leaves_no_server(study):
             time.sleep(0.1)
         assert listens(fit.port), fit.logs()
         place, end = study / "numpyro-fed-run" / "process", time.monotonic() + 100
-        while not place.exists() and time.monotonic() < end:  # the run in it waits for silos
+        # the run in it waits for silos
+        while not (place.exists() and place.read_text()) and time.monotonic() < end:
             time.sleep(0.1)
         number = int(place.read_text())
         os.kill(number, 0)
