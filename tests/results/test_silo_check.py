@@ -252,8 +252,8 @@ def test_bad_input(fitted):
     silos, idata = fitted
     with pytest.raises(TypeError, match=r"expected fed.Silos.*got dict"):
         fed.check(idata, model, made())
-    with pytest.raises(TypeError, match=r"model: expected a function .*, got 'modle'"):
-        fed.check(idata, "modle", silos)
+    with pytest.raises(TypeError, match=r"model: expected a function .*, got 'a name'"):
+        fed.check(idata, "a name", silos)
     with pytest.raises(ValueError, match="two silos or more"):
         fed.check(idata, model, fed.Silos({"all": made()["silo 1"]}))
     with pytest.raises(ValueError, match="num_draws: expected"):
