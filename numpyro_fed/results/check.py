@@ -157,7 +157,7 @@ def check(
         more than two seconds.
     :raises TypeError: for silos of another type.
     :raises ValueError: for a single silo, for other silos than those of the fit, for the posterior
-        of another model, for fewer than 100 draws, and for a model whose local latents of a silo
+        of another model, for fewer than 25 draws, and for a model whose local latents of a silo
         depend on each other, where the result does not have the silos' log likelihoods.
 
     Example::

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from arviz import InferenceData
     from xarray import Dataset
 
-_FEWEST = 100  # draws, to a fifth of which Pareto's k is fitted
+_FEWEST = 25  # draws: Pareto's law is fitted to a fifth of them, and needs five
 _PARTS = 20  # of the draws, where a progress bar follows them
 
 

@@ -258,8 +258,8 @@ def test_bad_input(fitted):
         fed.check(idata, model, fed.Silos({"all": made()["silo 1"]}))
     with pytest.raises(ValueError, match="num_draws: expected"):
         fed.check(idata, model, silos, num_draws=0)
-    with pytest.raises(ValueError, match="expected 100 draws or more, got 99"):
-        fed.check(idata, model, silos, num_draws=99)
+    with pytest.raises(ValueError, match="expected 25 draws or more, got 24"):
+        fed.check(idata, model, silos, num_draws=24)
     with pytest.raises(TypeError, match="refit: expected True or False, got 'yes'"):
         fed.check(idata, model, silos, refit="yes")
     fewer = fed.Silos({k: v for k, v in made().items() if k != "silo 2"})
