@@ -15,7 +15,7 @@ from numpyro_fed.cli.run import coordinated
 @click.argument("result", type=FILE)
 @link_options
 @click.option(
-    "--refit", is_flag=True, help="Fit anew without each silo whose weights fail: some ten rounds."
+    "--refit", is_flag=True, help="Fit anew without each silo whose weights fail: ten rounds each."
 )
 def check(
     result: Path, model_file: Path, names: str, tls: Path, keys: Path, folder: Path, **options: Any

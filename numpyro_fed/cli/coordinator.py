@@ -118,7 +118,7 @@ def coordinate(
 
     :param settings: ``wait`` and ``patience``; for a fit ``out`` (a netCDF file) and what
         :func:`~numpyro_fed.cli.posterior.posterior` is told; for a check the file
-        ``result``, and ``refit``.
+        ``result`` and the flag ``refit``.
     :return: a text on the cost of the run.
     :raises RuntimeError: with the reason, when the run or SuperLink failed.
     """
@@ -153,9 +153,8 @@ def coordinate(
         _wait_for(link, near, port, folder)
         flwr = partial(_flwr, folder, tls, f"{near}:{port}", environment)
         for name in names:
-            flwr(
-                "supernode", "register", str(keys.resolve() / f"{name}.pub"), "link", "--name", name
-            )
+            key = str((keys / f"{name}.pub").resolve())
+            flwr("supernode", "register", key, "link", "--name", name)
         config: dict[str, float | str] = {
             **settings,
             "model": str(model.resolve()),
@@ -176,7 +175,8 @@ def _stop(link: subprocess.Popen, folder: Path) -> None:
         link.wait(15)
     except subprocess.TimeoutExpired:
         link.kill()
-    end_process(folder / "process", "flwr-serverapp")
+    if number := _running(folder / "process", "flwr-serverapp"):
+        _end(number)
 
 
 def _report(link: subprocess.Popen, folder: Path) -> str:
@@ -204,18 +204,21 @@ def _report(link: subprocess.Popen, folder: Path) -> str:
 def end_former(folder: Path) -> None:
     """End the SuperLink of a run that was killed, and the run in it, which nobody waits for."""
     for name, command in (("link", "flower-superlink"), ("process", "flwr-serverapp")):
-        if number := end_process(folder / name, command):
-            click.echo(f"ended {command} of a former run, process {number}", err=True)
+        if number := _running(folder / name, command):
+            click.echo(f"ending {command} of a former run, process {number}", err=True)
+            _end(number)
 
 
-def end_process(place: Path, command: str) -> int | None:
-    """End the process whose number is in a file, if it runs the command, and return the number."""
+def _running(place: Path, command: str) -> int | None:
+    """Return the number in a file if a process of this number runs the command."""
     try:
         number = int(place.read_text())
     except (FileNotFoundError, ValueError):
         return None
-    if command not in _command_of(number):
-        return None
+    return number if command in _command_of(number) else None
+
+
+def _end(number: int) -> None:
     for signal_, seconds in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
         if not _command_of(number):
             break
@@ -224,7 +227,6 @@ def end_process(place: Path, command: str) -> int | None:
         end = time.monotonic() + seconds
         while _command_of(number) and time.monotonic() < end:
             time.sleep(0.1)
-    return number
 
 
 def _command_of(number: int) -> str:

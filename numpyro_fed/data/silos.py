@@ -281,17 +281,16 @@ class Silos:
     def among(self, names: Sequence[str]) -> "Silos":
         """Return some of the silos."""
         numbers = [self.names.index(name) for name in names]
-        sizes = {group: [all_[n] for n in numbers] for group, all_ in self.sizes.items()}
         places = {
-            group: np.concatenate([self.offsets(group)[n] + np.arange(all_[n]) for n in numbers])
-            for group, all_ in self.sizes.items()
+            group: np.concatenate([self.offsets(group)[n] + np.arange(sizes[n]) for n in numbers])
+            for group, sizes in self.sizes.items()
         }
         rows = {leaf: x[places[self.group[leaf]]] for leaf, x in self.rows.items()}
-        order = {
-            g: jnp.asarray(np.argsort(np.argsort(np.asarray(x)[places[g]])))
-            for g, x in self.order.items()
+        order = {  # ranks among the rows that are left
+            group: jnp.asarray(np.argsort(np.argsort(np.asarray(x)[places[group]])))
+            for group, x in self.order.items()
         }
-        return self.like(tuple(names), sizes, rows, order)
+        return Silos.from_spec(self.spec.among(names), rows, order, self.shared_arrays)
 
     def as_one(self) -> Self:
         """Return a single silo that has all rows, in their flat order."""

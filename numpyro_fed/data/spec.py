@@ -50,6 +50,11 @@ class SilosSpec:
         pairs = tuple(sorted((g, tuple(n)) for g, n in sizes.items()))
         return replace(self, names=names, sizes=pairs)
 
+    def among(self, names: Sequence[str]) -> Self:
+        """Return the facts about some of the silos."""
+        numbers = [self.names.index(name) for name in names]
+        return self.of(tuple(names), {g: [sizes[n] for n in numbers] for g, sizes in self.sizes})
+
     def without(self, *shared: str) -> Self:
         """Return the facts without some shared arguments."""
         return replace(

@@ -13,9 +13,9 @@ from numpyro_fed.data.checks import check_key
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.front.steps import (
-    MOST_TERMS,
     Asked,
     Found,
+    are_few_terms,
     fsgld,
     hmc,
     of_rounds,
@@ -39,7 +39,6 @@ _START_TOL = 0.1
 # most latents of a silo that depend on each other, where conducive rounds are made: with 250 a
 # round takes a minute
 _LARGEST_UNIT = 64
-# most log likelihoods of rows in a result: 200 MB
 _METHODS = ("auto", "vi", "hmc", "fsgld")
 
 
@@ -69,10 +68,10 @@ def fit(
     ``method="auto"`` takes the second step where the first is unsound. Where latents of a silo
     depend on each other (nested or crossed plates), it takes the second step alone. ``"vi"`` and
     ``"hmc"`` take one step. With ``method="fsgld"`` :class:`FSGLD` starts from the result of the
-    conducive rounds, and its draws are the posterior. Where its steps are too long it starts again
-    with a fourth of their bias. Where draws are too few it makes 4 and then 16 times as many rounds
-    (4 with remote silos). No conducive rounds are made for it where more than 64 latents of a silo
-    depend on each other.
+    conducive rounds, and its draws are the posterior. Where its steps are too long, it starts again
+    with shorter ones, for a fourth of their bias. Where draws are too few, it makes 4 and then 16
+    times as many rounds (4 with remote silos). No conducive rounds are made for it where more than
+    64 latents of a silo depend on each other.
 
     HMC makes thousands of rounds, and is for silos in this process. Remote silos integrate their
     latents out in the second step (``HMC(model, marginal=True)``). 64 chains then make hundreds of
@@ -94,7 +93,8 @@ def fit(
     :param num_draws: draws of the result. Chains round them up to a multiple of their number.
     :param rng_key: seed; ``jax.random.key(0)`` by default.
     :param log_likelihood: whether the result has the log likelihood of each row at each draw, of
-        silos in this process. ``None``: where these are at most 50 million numbers.
+        silos in this process. ``None``: where these are at most 50 million numbers. Where
+        chains keep one of several draws, there are none beyond this number.
     :param progress_bar: show rounds, and print the report.
     :return: the ``InferenceData`` of :func:`to_inference_data`. The attributes of ``posterior``
         hold the ledger of all rounds, ``report`` (a text on the rounds and the checks) and
@@ -120,9 +120,7 @@ def fit(
     check_key(rng_key)
     _check_silos(method, silos)
     if log_likelihood is None:
-        parts = silos.parts if isinstance(silos, MixedSilos) else (silos,)
-        most = max(sum(n) for part in parts for n in part.sizes.values())
-        log_likelihood = num_draws * most <= MOST_TERMS
+        log_likelihood = are_few_terms(silos, num_draws)
     asked = Asked(num_draws, log_likelihood, progress_bar)
     key_chains = jax.random.split(rng_key, 3)[2]
     can_chain = not isinstance(silos, MixedSilos | RemoteSilos)

@@ -49,7 +49,7 @@ _ENOUGH = 0.25
 # what its users raise it to
 _TARGETS = (0.8, 0.95, 0.99)
 # bias of FSGLD's sds that its step size aims at: the default, and where the surrogates do not fit
-# well enough for such steps, a fourth (bacteria: unsound with 6 % of steps cut, then sound with .1)
+# well enough for such steps, a fourth (bacteria: 6 % of steps cut, then .1 %)
 _BIASES = (0.02, 0.005)
 # checks that shorter steps mend
 _COARSE = (
@@ -67,7 +67,7 @@ _SHORT = (
     "effective draws of latents",
     "surrogate mass left out",
 )
-MOST_TERMS = 50_000_000  # log likelihoods of rows that a result has by default
+_MOST_TERMS = 50_000_000  # log likelihoods of rows in a result: 200 MB
 
 
 class Asked(NamedTuple):
@@ -94,6 +94,13 @@ class Found(NamedTuple):
         report = f"{way}{self.words}. Checks: {self.verdict}{self.mend}"
         self.idata.posterior.attrs |= {"report": report, "verdict": self.verdict}
         return report
+
+
+def are_few_terms(silos: Silos | MixedSilos, num_draws: int) -> bool:
+    """Return whether log likelihoods of rows at the draws are at most 50 million numbers."""
+    parts = silos.parts if isinstance(silos, MixedSilos) else (silos,)
+    most = max(sum(sizes) for part in parts for sizes in part.sizes.values())
+    return num_draws * most <= _MOST_TERMS
 
 
 def weighed(
@@ -162,7 +169,10 @@ def fsgld(
     asked: Asked,
     key: Array,
 ) -> Found:
-    """Return draws of FSGLD from the result, or from the prior, by shorter and more steps."""
+    """Return draws of FSGLD, by shorter and by more steps until its checks hold.
+
+    :param result: where chains start; ``None``: at the prior.
+    """
     lengths: tuple[int, ...] = _FSGLD_COLD if result is None else _FSGLD_WARM
     if isinstance(silos, RemoteSilos):
         lengths = lengths[:_REMOTE_LENGTHS]
@@ -293,9 +303,8 @@ class _Chains(NamedTuple):
         """Return the draws, with the ledgers of all rounds."""
         every = self.each // self.mcmc.thinning
         log_lik = self.asked.log_likelihood
-        if every > 1 and isinstance(silos, Silos):  # those of draws that are not kept come first
-            most = max(sum(sizes) for sizes in silos.sizes.values())
-            log_lik &= self.mcmc.num_samples * self.mcmc.num_chains * most <= MOST_TERMS
+        if every > 1:  # they are evaluated also at draws that are not kept
+            log_lik &= are_few_terms(silos, self.mcmc.num_samples * self.mcmc.num_chains)
         idata = to_inference_data(self.mcmc, silos, log_likelihood=log_lik)
         idata = idata.sel(draw=slice(None, None, every))
         add_ledgers(idata, *before, *self.spent)

@@ -155,7 +155,7 @@ def check(
         whose rows, depend on each other; two nested plates are no such case.
     :param progress_bar: show how many draws are done, and which silo is left out, where that takes
         more than two seconds.
-    :raises TypeError: for silos of another type.
+    :raises TypeError: for silos, a model or a flag of another type.
     :raises ValueError: for a single silo, for other silos than those of the fit, for the posterior
         of another model, for fewer than 25 draws, and for a model whose local latents of a silo
         depend on each other, where the result does not have the silos' log likelihoods.
@@ -179,7 +179,10 @@ def check(
     if len(silos) < 2:
         raise ValueError("expected two silos or more, as each is left out in turn; got one")
     check_num_draws(num_draws)
-    _check_flags(refit=refit, rows=rows)
+    if not isinstance(refit, bool | None):
+        raise TypeError(f"refit: expected True, False or None, got {refit!r}")
+    if not isinstance(rows, bool):
+        raise TypeError(f"rows: expected True or False, got {rows!r}")
     posterior = posterior_dataset(idata)
     factors = factorize(model, silos)
     check_same_silos(posterior, factors, silos)
@@ -247,12 +250,6 @@ class _Refit:
     asked: Question | None
 
 
-def _check_flags(**flags: object) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool | None):
-            raise TypeError(f"{name}: expected True or False, got {flag!r}")
-
-
 def _refitted(
     model: Callable,
     silos: Silos,
@@ -291,15 +288,15 @@ def _refitted(
     sound = has_converged(result.state) and _weights_hold(idata.posterior.attrs)
     sites = global_draws(idata.posterior, factorize(model, silos), num_draws)
     mean, without = coefficients(sites)[1].mean(0), _evidence(idata.posterior.attrs)
-    density, asked = (np.nan, np.nan), None
-    known = evidence is not None and without is not None
-    if rows or not known:
-        with suppress(JointLatentsError):
-            asked = question(model, _askable(silos.among([name])), sites)
+    density, asked = None, None
     if evidence is not None and without is not None:
         density = evidence[0] - without[0], float(np.hypot(evidence[1], without[1]))
-    elif asked is not None:
+    if rows or density is None:
+        with suppress(JointLatentsError):
+            asked = question(model, _askable(silos.among([name])), sites)
+    if density is None and asked is not None:
         density = log_bridge(terms, asked.log_likelihood()[:, 0])
+    density = (np.nan, np.nan) if density is None else density
     sound = sound and density[1] <= _FAR
     return _Refit(density, mean, "refit" if sound else "unsound refit", asked)
 

@@ -28,7 +28,7 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
     are NaN where a check has no rows, and evidence where a fit has none. Nothing leaves a silo.
 
     Both standard errors take silos as the units, since the differences of single rows stay there.
-    A warning names the silos of a model whose weights or refits fail: its elpd may be off by far.
+    It warns of models whose weights, or refits, fail for a silo: their elpd may be far off.
 
     :param checks: for each model its :func:`check`.
     :return: a table with a row for each model.
@@ -75,8 +75,9 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
         bad = list(table.index[~table["how"].isin(["weights", "refit"])])
         if bad:
             warnings.warn(
-                f"{name!r}: weights, or a refit, of silos {bad} fail, so that its elpd may be far "
-                "off; take fed.check(..., refit=True), or look at how in its table",
+                f"{name!r}: the weights, or the refit, of silos {bad} fail, so that its elpd may "
+                "be far off; where the column how of its check says 'failed weights', take "
+                "fed.check(..., refit=True)",
                 stacklevel=2,
             )
     elpd = np.stack([table["elpd"].to_numpy(float) for table in tables.values()])

@@ -138,7 +138,7 @@ class RemoteSilos(Silos):
     """
 
     carrier: Carrier
-    numbers: tuple[int, ...]  # of the silos, among all of the carrier's
+    numbers: tuple[int, ...]  # the carrier's numbers of these silos
 
     def __init__(self, known: Silos, carrier: Carrier) -> None:
         if not isinstance(known, Silos):
@@ -153,14 +153,15 @@ class RemoteSilos(Silos):
 
     def among(self, names: Sequence[str]) -> "RemoteSilos":
         """Return some of the silos, by the same carrier."""
-        numbers = [self.names.index(name) for name in names]
-        sizes = {group: [all_[n] for n in numbers] for group, all_ in self.sizes.items()}
+        spec = self.spec.among(names)
+        sizes = dict(spec.sizes)
         rows = {
             leaf: jax.ShapeDtypeStruct((sum(sizes[self.group[leaf]]), *x.shape[1:]), x.dtype)
             for leaf, x in self.rows.items()
         }
-        some = RemoteSilos(self.like(tuple(names), sizes, rows, {}), self.carrier)
-        some.numbers = tuple(self.numbers[n] for n in numbers)
+        known = Silos.from_spec(spec, rows, {}, self.shared_arrays)
+        some = RemoteSilos(known, self.carrier)
+        some.numbers = tuple(self.numbers[self.names.index(name)] for name in names)
         return some
 
     def ask(self, calls: list[Call]) -> list[Any]:

@@ -84,7 +84,8 @@ def log_bridge(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
     """
     share, value = len(above) / (len(above) + len(below)), float(np.median(above))
     for _ in range(_BRIDGE_STEPS):
-        # e^l / (share e^l + (1 - share) r) below and r / (share e^l + (1 - share) r) above
+        # with r = e^value: e^l / (share e^l + (1 - share) r) at draws of p, and r in place of the
+        # numerator at the others; their means are equal at the fixed point
         up = 1 / (share + (1 - share) * np.exp(np.minimum(value - below, 700)))
         down = 1 / (share * np.exp(np.minimum(above - value, 700)) + 1 - share)
         step = float(np.log(up.mean()) - np.log(down.mean()))

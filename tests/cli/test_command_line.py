@@ -469,7 +469,7 @@ def test_what_a_killed_coordinator_left_is_ended(tmp_path, capsys):
         assert former.wait(5) == -signal.SIGTERM
         assert other.poll() is None
         said = capsys.readouterr().err
-        assert said == f"ended flower-superlink of a former run, process {former.pid}\n"
+        assert said == f"ending flower-superlink of a former run, process {former.pid}\n"
     finally:
         for process in (former, other):
             process.kill()

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import pandas as pd
 import pytest
 from jax import random
 from numpyro.infer import MCMC, NUTS
@@ -26,6 +27,7 @@ from vi_models import (
 import numpyro_fed as fed
 from numpyro_fed.data import views as storage
 from numpyro_fed.front import steps
+from numpyro_fed.results.diagnose import Diagnosis
 
 
 def vi(model, silos, rounds=12):
@@ -76,6 +78,23 @@ def test_it_saves_and_has_the_silos(tmp_path, seventy, capsys):
         az.from_netcdf(tmp_path / "fit.nc").posterior.attrs["report"]
         == idata.posterior.attrs["report"]
     )
+
+
+@pytest.mark.parametrize(
+    ("failing", "coarse", "short"),
+    [
+        ([], False, False),
+        (["steps cut"], True, False),
+        (["R-hat", "effective draws of latents"], False, True),
+        (["R-hat", "inflation met"], True, False),
+        (["R-hat", "visits"], False, False),  # neither mends it
+    ],
+)
+def test_what_chains_do_next_follows_from_the_checks(failing, coarse, short):
+    checks = ["R-hat", "effective draws of latents", "steps cut", "inflation met", "visits"]
+    verdicts = ["unsound" if x in failing else "sound" for x in checks]
+    found = Diagnosis(pd.DataFrame({"verdict": verdicts}, checks))
+    assert (steps._are_coarse(found), steps._is_short(found)) == (coarse, short)
 
 
 @pytest.mark.ci
@@ -364,7 +383,7 @@ def test_log_likelihoods_of_many_rows_are_left_out(monkeypatch):
     how = {"num_draws": 40, "progress_bar": False}
     assert "log_likelihood" in fed.fit(hierarchy, silos, **how)
     assert "log_likelihood" not in fed.fit(hierarchy, silos, log_likelihood=False, **how)
-    monkeypatch.setitem(fed.fit.__globals__, "MOST_TERMS", 40 * 9 - 1)
+    monkeypatch.setattr(steps, "_MOST_TERMS", 40 * 9 - 1)
     assert "log_likelihood" not in fed.fit(hierarchy, silos, **how)
     assert "log_likelihood" in fed.fit(hierarchy, silos, log_likelihood=True, **how)
 

@@ -36,6 +36,13 @@ def test_the_table():
     assert np.isnan(table.loc["other", "log_evidence"])
 
 
+def test_failed_weights_are_told():
+    checks = {"one": made([-3.0, -4.0, -5.0]), "other": made([-4.0, -3.5, -9.0])}
+    checks["other"].table.loc["b", "how"] = "failed weights"
+    with pytest.warns(UserWarning, match=r"'other': the weights, or the refit, of silos \['b'\]"):
+        fed.compare_models(checks)
+
+
 def test_rows_are_compared_by_silo():
     one, other = np.array([-3.0, -4.0, -5.0]), np.array([-3.5, -4.0, -7.5])
     checks = {"one": made(one, loo=2 * one), "other": made(other, loo=other)}
@@ -65,6 +72,8 @@ def test_weights_are_the_best_mixture():
 
 
 def test_bad_input():
+    with pytest.raises(TypeError, match=r"expected \{name: fed.check\(...\)\}, got list"):
+        fed.compare_models([made([-3.0, -4.0, -5.0])] * 2)
     one = made(np.zeros(3))
     with pytest.raises(ValueError, match="two models or more, got 1"):
         fed.compare_models({"one": one})

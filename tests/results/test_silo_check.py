@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import pandas as pd
 import pytest
 from messages import Fits
 from numpyro.infer import MCMC
@@ -12,6 +13,7 @@ from scipy import stats
 import numpyro_fed as fed
 import numpyro_fed.results.check as check_module
 from numpyro_fed.engines.wire import connect
+from numpyro_fed.results.row_check import RowCheck
 from numpyro_fed.results.silo_likelihood import coefficients
 from numpyro_fed.vi.importance import log_bridge
 
@@ -173,24 +175,39 @@ def test_replicates_are_of_the_fit_without_the_silo(tmp_path):
 def test_some_of_the_silos(remote):
     """Rows, positions and order are those of silos that are made of the same data."""
     data = {
-        s: {"y": np.arange(3.0) + i, "g": np.array([0, 1, 1]), "u": np.zeros(2) + i, "grid": 1.0}
+        s: {"y": np.arange(3.0) + i, "g": np.array([0, 1, 1]), "u": np.zeros(2) + i}
         for i, s in enumerate("abc")
     }
     how = {"rows": {"y": "y", "g": "y", "u": "u"}, "index": {"g": "u"}}
     silos = fed.Silos(data, **how)
-    expected = fed.Silos({s: data[s] for s in "ca"}, **how)
+    expected = fed.Silos({s: data[s] for s in "ac"}, **how)
     if remote:
-        some = fed.RemoteSilos(silos, fed.Loopback(silos)).among(["c", "a"])
-        assert (some.names, some.numbers, some.among(["a"]).numbers) == (("c", "a"), (2, 0), (0,))
-        assert some.spec == expected.spec
+        some = fed.RemoteSilos(silos, fed.Loopback(silos)).among(["a", "c"])
+        assert (some.numbers, some.among(["c"]).numbers) == ((0, 2), (2,))
         assert {k: x.shape for k, x in some.rows.items()} == {
             k: x.shape for k, x in expected.rows.items()
         }
     else:
-        some = silos.among(["c", "a"])
+        some = silos.among(["a", "c"])
         for leaf, x in expected.pooled.items():
-            np.testing.assert_array_equal(some["c"][leaf], expected["c"][leaf])
-            assert np.shape(some.pooled[leaf]) == np.shape(x)
+            np.testing.assert_array_equal(some.pooled[leaf], x)
+            np.testing.assert_array_equal(silos.among(["c", "a"])["c"][leaf], data["c"][leaf])
+    assert some.spec == expected.spec
+
+
+def test_a_shared_argument_as_long_as_rows_stays_shared():
+    data = {s: {"y": np.arange(n) + 1.0, "grid": np.arange(4.0)} for s, n in (("a", 4), ("b", 5))}
+    assert "grid" in fed.Silos(data).among(["a"]).shared
+
+
+def test_lines_say_on_which_side_a_silo_is():
+    tails = pd.DataFrame(
+        {"mean": [9.0, 1.0], "mean_tail": [0.001, 0.999]},
+        pd.MultiIndex.from_tuples([("y", "high"), ("y", "low")], names=["site", "silo"]),
+    )
+    lines = "\n".join(RowCheck(pd.DataFrame(index=tails.index[:0]), tails[:0], tails).lines())
+    assert "'high': higher than 99.9 % of replicates" in lines
+    assert "'low': lower than 99.9 % of replicates" in lines
 
 
 @pytest.mark.ci
@@ -260,8 +277,10 @@ def test_bad_input(fitted):
         fed.check(idata, model, silos, num_draws=0)
     with pytest.raises(ValueError, match="expected 25 draws or more, got 24"):
         fed.check(idata, model, silos, num_draws=24)
-    with pytest.raises(TypeError, match="refit: expected True or False, got 'yes'"):
+    with pytest.raises(TypeError, match="refit: expected True, False or None, got 'yes'"):
         fed.check(idata, model, silos, refit="yes")
+    with pytest.raises(TypeError, match="rows: expected True or False, got None"):
+        fed.check(idata, model, silos, rows=None)
     fewer = fed.Silos({k: v for k, v in made().items() if k != "silo 2"})
     for ask in (fed.check, fed.prior_sensitivity):
         with pytest.raises(ValueError, match=r"the silos of the fit, .*'silo 2'.*, got"):

@@ -109,7 +109,7 @@ def test_weights_that_fail_are_mended(monkeypatch, remote):
     """Moments of a and b are those of the prior within 4 Monte-Carlo errors of 2,000 draws."""
     silos = fed.Silos({s: {"y": np.full(3, i, np.float32)} for i, s in enumerate("ab")})
     silos = fed.RemoteSilos(silos, fed.Loopback(silos)) if remote else silos
-    key = random.key(2)
+    key = random.key(2)  # of ten runs, one was unsound, with k .96
     idata = fed.fit(banana, silos, method="vi", rng_key=key, progress_bar=False)
     assert idata.posterior.attrs["verdict"] == "sound", idata.posterior.attrs["report"]
     assert idata.posterior.attrs["mixture"] > 0
