@@ -153,7 +153,8 @@ def judge(name: str) -> dict[str, Any]:
     if "sigma" in theirs:
         reference.append(stacked(theirs["sigma"]))
         own.append(stacked(ours["sigma"]))
-    off, se, ratio, _ = errors(np.concatenate(reference, -1), np.concatenate(own, -1))
+    found = errors(np.concatenate(reference, -1), np.concatenate(own, -1))
+    off, se, ratio = found["off"], found["se"], found["ratio"]
     worst = int(off.argmax())
     return {
         "problem": name,

@@ -122,7 +122,8 @@ def row(name: str, num_draws: int) -> dict[str, Any]:
     mcmc.run(jax.random.key(1), **m.silos.pooled)
     nuts = {k: np.asarray(v) for k, v in mcmc.get_samples(group_by_chain=True).items()}
     nuts_seconds = time.perf_counter() - start
-    off, se, ratio, _ = errors(nuts["slopes"], idata.posterior["slopes"].to_numpy())
+    found = errors(nuts["slopes"], idata.posterior["slopes"].to_numpy())
+    off, se, ratio = found["off"], found["se"], found["ratio"]
     worst = int(off.argmax())
     rhat = float(az.rhat(az.convert_to_dataset({"x": nuts["slopes"]}))["x"].max())
     return {
