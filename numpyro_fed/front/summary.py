@@ -93,7 +93,7 @@ def summary(idata: "InferenceData", parts: Parts, exp: bool) -> "pd.DataFrame":
             sd = post[f"{group.name}_sd"].to_numpy()
             for i, effect in enumerate(group.effects):
                 own = sd if len(group.effects) == 1 else sd[..., i]
-                columns[f"sd of {group.name}" + (f", {effect}" if effect != "1" else "")] = own
+                columns[f"{group.name}_sd" + (f", {effect}" if effect != "1" else "")] = own
     draws = pd.DataFrame({name: np.asarray(x, float).ravel() for name, x in columns.items()})
     return pd.DataFrame(
         {

@@ -7,11 +7,11 @@ Problems are those of `fidelity_problems.py` and, of R's data sets (`pip install
 of `rdata_problems.py`; without one all, each in a process of its own, ``--jobs`` at a time. A row a
 problem and method: the largest error of a mean, in sds of the reference, with its Monte-Carlo
 standard error, and the range of sd ratios, for fixed effects and for log scales with correlations;
-the verdict; the truth; most rounds of a silo, and kilobytes up; the way that the report tells;
-seconds. The truth is "right" where errors are within .1 and .93 to 1.07, and within .15 and .88 to
-1.12, or outside by less than two standard errors. NUTS makes 4 x N draws. The truth is "?" where
-its R-hat is above 1.02, or where its own standard error is larger than what an error is held
-against.
+the verdict; the truth; most rounds of a silo, and kilobytes up; the way that the report tells; the
+checks that fail; seconds. The truth is "right" where errors are within .1 and .93 to 1.07, and
+within .15 and .88 to 1.12, or outside by less than two standard errors. NUTS makes 4 x N draws. The
+truth is "?" where its R-hat is above 1.02, or where its own standard error is larger than what an
+error is held against.
 
 Methods are those of `fed.fit`, and "sfvi", which is `SFVI` by defaults: 6,000 rounds of Adam(.01),
 sound where its loss does not fall and Pareto's k is at most .7. "vi" is left out where latents of a
@@ -154,13 +154,15 @@ def against(
         right &= bool((off - 2 * se <= most).all())
         right &= bool(((ratio + 2 * se_ratio >= low) & (ratio - 2 * se_ratio <= high)).all())
     attrs = idata.posterior.attrs
+    way, _, checks = attrs["report"].partition(". Checks")
     rounds, up = (json.loads(attrs[key]) for key in ("rounds", "bytes_up"))
     return row | {
         "verdict": attrs["verdict"],
         "truth": ("right" if right else "WRONG") if judged else "?",
         "rounds": max(rounds),
         "kilobytes": max(up) / 1e3,
-        "way": attrs["report"].split(". Checks")[0],
+        "way": way,
+        "failing": "; ".join(x.strip().split(" (")[0] for x in checks.splitlines()[1:]),
     }
 
 

@@ -391,7 +391,7 @@ def test_a_summary_has_the_terms_own_names():
     m = fed.glmm("died ~ age + sex + (1 + age | ward)", tables(), family="bernoulli")
     idata = one_draw(m, params_of(m))
     table = m.summary(idata)
-    names = ["Intercept", "age", "sex[M]", "sd of ward", "sd of ward, age"]
+    names = ["Intercept", "age", "sex[M]", "ward_sd", "ward_sd, age"]
     assert table.index.tolist() == names
     np.testing.assert_allclose(table["median"]["age"], idata.posterior["b"].sel(term="age").item())
     ratios = m.summary(idata, exp=True)
