@@ -1,4 +1,4 @@
-"""Tables of the pages of results are those of the files that benchmarks wrote."""
+"""Pages that are written from files: tables of results, and the gallery of models."""
 
 import importlib.util
 import json
@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
-SPEC = importlib.util.spec_from_file_location("tables", DOCS / "tables.py")
-tables = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(tables)
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tables, gallery = script("tables"), script("gallery")
 
 PAGE = """Before.
 
@@ -48,3 +55,10 @@ def test_every_file_has_a_page():
     pages = "".join(place.read_text() for place in (DOCS / "results").glob("*.md"))
     files = {place.stem for place in (DOCS / "results").glob("*.json")}
     assert files == set(tables.names(pages))
+
+
+def test_every_model_is_in_the_gallery_with_its_figure():
+    assert gallery.PAGE.read_text() == gallery.page()
+    listed = sorted(name for names in gallery.TOPICS.values() for name in names)
+    assert listed == sorted(file.stem for file in DOCS.parent.glob("models/[a-z]*.py"))
+    assert listed == sorted(file.stem for file in gallery.FIGURES.glob("*.webp"))
