@@ -1,6 +1,6 @@
 """The automatic step: predicted against measured inflation of the sds.
 
-    python tests/benchmarks/inflation.py [--quick]
+    python tests/benchmarks/inflation.py [--quick] [--record]
 
 Normal data with known variance in ten shifted silos, so that the posterior is known exactly;
 surrogates are exact, or displaced on purpose. Then, in ten shifted silos too and with the library's
@@ -13,6 +13,7 @@ the largest of them, with Monte-Carlo standard errors.
 """
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ import numpyro
 import numpyro.distributions as dist
 import pandas as pd
 from numpyro.infer import MCMC, NUTS
+from record import record
 
 import numpyro_fed as fed
 
@@ -158,9 +160,10 @@ def measure(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--record", action="store_true", help="write a file of docs/results")
     args = parser.parse_args()
     num, long = (200, 2000) if args.quick else (2000, 20_000)
-    silos, rows = data(), []
+    silos, rows, start = data(), [], time.time()
     exact = np.full(DIM, 1 / np.sqrt(NUM_SILOS * ROWS + 1)), np.zeros(DIM)
     for kind in ("exact", "near"):
         for batch, steps in ((None, 40), (10, 40), (10, 1000)):
@@ -175,3 +178,5 @@ if __name__ == "__main__":
         ]:
             rows.append(measure(other, silos, exact, "score", "score", batch, steps, num))
     print(pd.DataFrame(rows).to_string(index=False))
+    if args.record:
+        record("automatic_step", rows, start)

@@ -11,7 +11,7 @@ without privacy, root mean square over coefficients and seeds.
 its low bits.
 
     python tests/benchmarks/privacy.py [--quick] [--silos 100,1000] [--epsilon 1,4,8] [--rounds
-    3000] [--seeds 4]
+    3000] [--seeds 4] [--record]
 """
 
 import argparse
@@ -20,12 +20,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
 from jax import Array, random
+from record import record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "privacy"))
@@ -92,11 +94,8 @@ def sds(scale_tril: Array) -> np.ndarray:
     return np.linalg.norm(np.asarray(scale_tril), axis=1)
 
 
-def noise(args: argparse.Namespace) -> None:
-    print(
-        f"{'silos':>6} {'epsilon':>8} {'seen':>6} {'clip':>6} {'said':>7} {'measured':>9} "
-        f"{'sd ratio':>14}"
-    )
+def noise(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     for num in args.silos:
         silos = made_up(num)
         plain = fit_of(num, args.rounds).run(random.key(0), args.rounds, silos, progress_bar=False)
@@ -113,14 +112,16 @@ def noise(args: argparse.Namespace) -> None:
                     ratios.append(sds(result.params["auto_scale_tril"]) / sd)
                 assert result.privacy is not None
                 rms, said = np.sqrt(np.mean(np.square(errors))), result.privacy.error
-                print(
-                    f"{num:>6} {epsilon:>8g} {'sum' if secure_sum else 'alone':>6} {clip:>6.3f} "
-                    f"{said:>7.2f} {rms:>9.2f} {np.min(ratios):>7.2f}-{np.max(ratios):.2f}",
-                    flush=True,
-                )
+                row = {"silos": num, "epsilon": epsilon, "seen": "sum" if secure_sum else "each"}
+                row |= {"clip": clip, "said": said, "measured": float(rms)}
+                row |= {"least": float(np.min(ratios)), "most": float(np.max(ratios))}
+                rows.append(row)
+                print(row, flush=True)
+    return rows
 
 
-def sums(num: int, rounds: int) -> None:
+def sums(num: int, rounds: int) -> dict[str, float]:
+    """Compare fits by sums over bytes with the same rounds at hand."""
     silos = made_up(num)
     fit = fit_of(num, rounds, secure_sum=True)
     expected = fit.run(random.key(0), rounds, silos, progress_bar=False)
@@ -133,15 +134,16 @@ def sums(num: int, rounds: int) -> None:
     off = np.abs(np.asarray(got.params["auto_loc"]) - np.asarray(expected.params["auto_loc"])) / sd
     ratio = np.abs(sds(got.params["auto_scale_tril"]) / sd - 1)
     up = got.ledger.bytes_up[0] / rounds
-    print(
-        f"sums over bytes, {num} silos, {rounds} rounds: means within {off.max():.1e} sds of the "
-        f"same rounds at hand, sds within a factor {1 + ratio.max():.6f}; "
-        f"{up:.0f} bytes up a round, {1e3 * seconds:.0f} ms a round"
-    )
+    return {
+        "off": float(off.max()),
+        "ratio": float(ratio.max()),
+        "bytes": up,
+        "milliseconds": 1e3 * seconds,
+    }
 
 
-def guesses(num: int) -> None:
-    """How often the low bits of a reply of 20 numbers tell which of two guesses is right."""
+def guesses(num: int) -> dict[str, float]:
+    """Return how often the low bits of a reply of 20 numbers tell which of two guesses is right."""
     rng, clip = np.random.default_rng(0), 0.5
     noise = fed.Privacy(epsilon=0.08, delta=1e-6, clip=clip, num_rounds=1).noise(1)
     two = [rng.normal(size=20).astype(np.float32) for _ in range(2)]
@@ -162,28 +164,23 @@ def guesses(num: int) -> None:
     floating = [
         right(np.asarray(noised(noise, random.key(i), two[t])), t) for i, t in enumerate(truths)
     ]
-    error = 0.5 / np.sqrt(num)
-    print(
-        f"guesses right by the low bits of {num} replies, epsilon .08 a round (chance: .500 +- "
-        f"{error:.3f}):"
-    )
-    print(
-        f"  discrete Gaussian {np.mean(exact):.3f}, float32 noise (silos at hand) "
-        f"{np.mean(floating):.3f}"
-    )
+    return {
+        "replies": num,
+        "chance": 0.5 / np.sqrt(num),
+        "exact": float(np.mean(exact)),
+        "floating": float(np.mean(floating)),
+    }
 
 
-def cost(size: int = 1000) -> None:
+def cost(size: int = 1000) -> dict[str, float]:
+    """Return the processor time of exact noise."""
     noise, seconds = fed.Privacy(4.0, 1e-5, 0.5, 1000).noise(1), []
     gradient = np.random.default_rng(0).normal(size=size)
     for i in range(200):
         start = time.process_time()
         noised_exactly(noise, Words(i.to_bytes(32, "little")), gradient)
         seconds.append(time.process_time() - start)
-    print(
-        f"exact noise of {size:,} numbers: median {1e3 * np.median(seconds):.2f} ms of processor "
-        "time"
-    )
+    return {"noise_ms": 1e3 * float(np.median(seconds))}
 
 
 def main() -> None:
@@ -197,12 +194,17 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3000)
     parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--record", action="store_true", help="write files of docs/results")
     args = parser.parse_args()
-    cost()
-    guesses(400)
-    sums(10, 100)
+    start = time.time()
+    once = {**cost(), **guesses(400), **sums(10, 100)}
+    print(once)
+    if args.record:
+        record("privacy_once", [once], start)
     if not args.quick:
-        noise(args)
+        rows = noise(args)
+        if args.record:
+            record("privacy", rows, start)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Logistic regression on 20 d rows in ten shifted silos, q full or diagonal.
 
-    python tests/benchmarks/wide.py [--rounds 60]
+    python tests/benchmarks/wide.py [--rounds 60] [--record]
 
 A row for each d and form of q: rounds until bound and q stand still, kilobytes up of a silo,
 seconds (compilation included), Pareto's k of the last round, and against the Gaussian at the
@@ -21,6 +21,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pandas as pd
+from record import record
 
 import numpyro_fed as fed
 
@@ -81,7 +82,11 @@ def row(dim: int, cov: str, rounds: int) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--record", action="store_true", help="write a file of docs/results")
     args = parser.parse_args()
+    begin = time.time()
     sizes = {"full": (20, 100, 200), "diag": (20, 100, 200, 1000)}
     found = [row(dim, cov, args.rounds) for cov, dims in sizes.items() for dim in dims]
     print(pd.DataFrame(found).to_string(index=False))
+    if args.record:
+        record("conducive_wide", found, begin)
