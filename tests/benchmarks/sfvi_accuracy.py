@@ -2,20 +2,20 @@ r"""SFVI beside pooled NUTS.
 
 Six cities for several K, eight schools, ten groups as ten silos, and SFVI-Avg.
 
-    python tests/benchmarks/sfvi_accuracy.py [--quick] [six_cities six_cities_random six_cities_ten
-    eight_schools ten_groups]
+    python tests/benchmarks/sfvi_accuracy.py [--quick] [--record] [six_cities six_cities_random
+    six_cities_ten eight_schools ten_groups]
 
 A row per fit: the bound (a mean over the last tenth of the rounds), largest error of a mean of a
 fixed effect and of a log scale in NUTS's sds, sd ratios, Pareto's k, kilobytes that left all silos,
-seconds of the fit (compilation included). ``resampled``: draws of theta by importance weights.
-``pooled MVN``: NumPyro's ``AutoMultivariateNormal`` on the pooled data.
+seconds of the fit (compilation included). "resampled": draws of theta by importance weights.
+"pooled MVN": NumPyro's ``AutoMultivariateNormal`` on the pooled data.
 """
 
 import argparse
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import optax
 from jax import random
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal
+from record import record
 
 import numpyro_fed as fed
 
@@ -34,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 import eight_schools
 import six_cities
 
+Cells = dict[str, str]
+DIGITS = {"bound": 2, "k": 2, "size": 0, "seconds": 0}  # of numbers beside the errors
 CHAINS = {"num_chains": 4, "chain_method": "vectorized", "progress_bar": False}
 
 
@@ -74,17 +77,20 @@ def parameters(samples: dict[str, Any], scales: tuple[str, ...]) -> dict[str, np
     return {k: np.log(v) if k in scales else v for k, v in out.items()}
 
 
-def row(name: str, draws: dict, reference: dict, scales: tuple[str, ...], **rest: Any) -> str:
+def row(name: str, draws: dict, reference: dict, scales: tuple[str, ...], **rest: Any) -> Cells:
+    """Return errors beside NUTS as text; ``rest`` has the other numbers, "" where there is none."""
     error = {k: abs(draws[k].mean() - r.mean()) / r.std() for k, r in reference.items()}
     ratio = {k: draws[k].std() / r.std() for k, r in reference.items()}
     fixed = [k for k in reference if k not in scales]
-    cells = [
-        f"{max(error[k] for k in fixed):>7.3f} {max(error[k] for k in scales):>7.3f}",
-        f"{min(ratio[k] for k in fixed):>5.2f}-{max(ratio[k] for k in fixed):.2f}",
-        f"{min(ratio[k] for k in scales):>5.2f}-{max(ratio[k] for k in scales):.2f}",
-    ]
-    bound, k, size, seconds = (rest.get(x, float("nan")) for x in ("bound", "k", "size", "seconds"))
-    return f"{name:<22} {bound:>9.2f} {' '.join(cells)} {k:>7.2f} {size:>8.1f} {seconds:>7.1f}"
+
+    def worst(names: Sequence[str]) -> str:
+        ratios = [ratio[k] for k in names]
+        return f"{max(error[k] for k in names):.2f}; {min(ratios):.2f}-{max(ratios):.2f}"
+
+    cells = {"fit": name, "fixed": worst(fixed), "scales": worst(scales)}
+    cells |= {key: f"{rest[key]:.{n}f}" if key in rest else "" for key, n in DIGITS.items()}
+    print(*cells.values(), sep="  ", flush=True)
+    return cells
 
 
 def reference_draws(
@@ -125,37 +131,29 @@ def federated(
     return out, facts, result
 
 
-def problem(name: str, quick: bool) -> None:
+def problem(name: str, quick: bool) -> list[Cells]:
+    """Return a row for each fit of a problem."""
     model, make, scales, target = PROBLEMS[name]
     silos = make()
     rounds = 500 if quick else 4000
     reference = reference_draws(model, silos, scales, target, quick)
-    print(f"\n{name}: {len(silos)} silos; error in sd and sd ratio, fixed effects | log scales")
-    print(
-        f"{'':<22} {'bound':>9} {'fixed':>7} {'scale':>7} {'ratio':>10} {'ratio':>10} {'k':>7} "
-        f"{'kB up':>8} {'s':>7}"
-    )
+    print(f"\n{name}: {len(silos)} silos", flush=True)
+    rows: list[Cells] = []
     guide = fed.AutoSiloNormal(model)
     for num in (1, 8, 32) if quick else (1, 8, 32, 128):
         draws, facts, _ = federated(
             fed.SFVI(model, guide, optax.adam(0.01), 1, num), silos, rounds, scales
         )
-        print(row(f"SFVI K={num}", draws[False], reference, scales, **facts), flush=True)
-        print(row(f"SFVI K={num} resampled", draws[True], reference, scales), flush=True)
+        rows += [
+            row(f"SFVI, K = {num}", draws[False], reference, scales, **facts),
+            row(f"K = {num}, resampled", draws[True], reference, scales),
+        ]
     avg = fed.SFVIAvg(model, guide, optax.adam(0.003), num_local_steps=100)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         draws, facts, _ = federated(avg, silos, max(1, rounds // 100), scales)
-    print(
-        row(
-            "SFVI-Avg, 100 steps",
-            draws[False],
-            reference,
-            scales,
-            **{**facts, "bound": float("nan")},
-        ),
-        flush=True,
-    )
+    del facts["bound"]  # of silos that have moved away from q
+    rows.append(row("SFVI-Avg, 100 steps", draws[False], reference, scales, **facts))
     start = time.perf_counter()
     pooled = AutoMultivariateNormal(model, init_scale=0.3)
     svi = SVI(model, pooled, optax.adam(optax.exponential_decay(0.01, rounds, 0.1)), Trace_ELBO())
@@ -165,7 +163,8 @@ def problem(name: str, quick: bool) -> None:
         "bound": -float(found.losses[-rounds // 5 :].mean()),
         "seconds": time.perf_counter() - start,
     }
-    print(row("pooled MVN", parameters(samples, scales), reference, scales, **facts), flush=True)
+    rows.append(row("pooled MVN", parameters(samples, scales), reference, scales, **facts))
+    return [{"problem": name, "silos": str(len(silos)), **cells} for cells in rows]
 
 
 def main() -> None:
@@ -174,12 +173,16 @@ def main() -> None:
         "problems", nargs="*", default=list(PROBLEMS), metavar="problem", help=", ".join(PROBLEMS)
     )
     parser.add_argument("--quick", action="store_true", help="few rounds and draws")
+    parser.add_argument("--record", action="store_true", help="write a file of docs/results")
     args = parser.parse_args()
     unknown = sorted(set(args.problems) - set(PROBLEMS))
     if unknown:
         parser.error(f"unknown problems {unknown}; there are {list(PROBLEMS)}")
+    start, rows = time.time(), []
     for name in args.problems:
-        problem(name, args.quick)
+        rows += problem(name, args.quick)
+        if args.record:
+            record("sfvi_accuracy", rows, start)
 
 
 if __name__ == "__main__":
