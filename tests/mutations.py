@@ -290,6 +290,12 @@ MUTATIONS = [
         "mixture",
     ),
     Mutation(
+        "vi/importance.py",
+        "np.minimum(value - below, 700)",
+        "np.minimum(below - value, 700)",
+        "silo_check",
+    ),
+    Mutation(
         "vi/mixture.py",
         "half * np.log1p(squares / _DEGREES)",
         "half * squares / _DEGREES",
