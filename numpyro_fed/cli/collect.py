@@ -6,7 +6,15 @@ from pathlib import Path
 import click
 
 from numpyro_fed._compat import enable_compilation_cache
-from numpyro_fed.cli.common import FILE, FOLDER, check_fit, check_netcdf, check_silos, study_options
+from numpyro_fed.cli.common import (
+    FILE,
+    FOLDER,
+    check_fit,
+    check_netcdf,
+    check_silos,
+    study_options,
+    told_apart,
+)
 from numpyro_fed.cli.model_file import load_model_file
 from numpyro_fed.cli.posterior import connected, posterior
 from numpyro_fed.engines.study import NotYet, StudyFolder
@@ -49,6 +57,7 @@ def collect(
                 "svi = fed.ConduciveSFVI(model, fed.AutoSiloNormal(model)) in it"
             )
         say = partial(click.echo, err=True)
+        say(f"Model: {told_apart(model_file)}")
         transport = StudyFolder(study, silos, key, keys, waits=not no_wait, say=say)
         enable_compilation_cache()
         remote = connected(transport, module, server=transport.server)

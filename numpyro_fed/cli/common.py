@@ -1,5 +1,6 @@
 """Options, checks and paths that several commands share."""
 
+import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -12,6 +13,7 @@ from numpyro_fed.engines.nvflare_jobs import NAME
 from numpyro_fed.privacy.secure_sum import FEWEST_SILOS
 from numpyro_fed.vi._base import FederatedVI
 
+RUN_ENDED = "the run has ended"  # how the coordinator's words on a good end begin
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
@@ -159,6 +161,22 @@ def check_address(option: str, address: str) -> tuple[str, int]:
     if not (port.isdecimal() and 0 < int(port) < 2**16) or set(host) & set("/@ "):
         raise ValueError(f"{option} {address}: expected host:port, a port from 1 to 65535")
     return host, int(port)
+
+
+def told_apart(file: Path) -> str:
+    """Return a text by which two parties see whether they have the same file."""
+    return f"{file.name}, SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
+
+
+def flower_key(key: Path) -> str:
+    """Return the fingerprint of a private key, or of the public one in a file NAME.pub."""
+    flower_engine()
+    from numpyro_fed.engines.flower_node import fingerprint
+
+    try:
+        return fingerprint(key)
+    except (ValueError, IndexError) as error:
+        raise click.ClickException(str(error)) from error
 
 
 def flower_engine() -> ModuleType:

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
@@ -18,15 +19,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from numpyro_fed._arviz import read_netcdf
-from numpyro_fed.cli.common import check_address
+from numpyro_fed.cli.common import RUN_ENDED, check_address, flower_key
 from numpyro_fed.cli.model_file import load_model_file
 from numpyro_fed.cli.posterior import connected, posterior
 from numpyro_fed.engines import flower
 from numpyro_fed.engines.flower_commands import QUIET, exit_at_sigterm, link_command, write_app
 from numpyro_fed.results.check import check
+from numpyro_fed.results.prior_sensitivity import SENSITIVE, prior_sensitivity
 from numpyro_fed.rounds.files import write_whole
+from numpyro_fed.rounds.remote import RemoteSilos
 
 if TYPE_CHECKING:
+    from arviz import InferenceData
     from flwr.app import Context
     from flwr.serverapp import Grid
 
@@ -55,11 +59,11 @@ def _draw(grid: "Grid", context: "Context") -> None:
     Files in the run's folder report the end: ``done``, or ``failed`` and ``error.log``.
     """
     told = dict(context.run_config)
-    folder = Path(told["folder"])
+    folder, names = Path(told["folder"]), json.loads(told["silos"])
     (folder / "process").write_text(str(os.getpid()))
+    transport = None
     try:
         module = load_model_file(told["model"])
-        names = json.loads(told["silos"])
         transport = flower.Flower(
             grid,
             names,
@@ -70,6 +74,7 @@ def _draw(grid: "Grid", context: "Context") -> None:
             waiting=lambda missing: write_whole(folder / "waiting", ", ".join(missing).encode()),
         )
         write_whole(folder / "waiting", b"")
+        write_whole(folder / "progress", b"silos check the model, and programs compile")
         fresh = not (folder / "checkpoint").exists()
         silos = connected(transport, module, fresh=fresh)
         carrier: Any = silos.carrier
@@ -78,7 +83,8 @@ def _draw(grid: "Grid", context: "Context") -> None:
             with redirect_stderr(Bar(folder / "progress")):
                 if "result" in told:
                     idata, refit = read_netcdf(told["result"]), told["refit"]
-                    words = str(check(idata, module.model, silos, refit=refit))
+                    words = f"{check(idata, module.model, silos, refit=refit)}\n"
+                    words += _prior_words(idata, module.model, silos)
                 else:
                     idata, words = posterior(module, silos, told, folder / "checkpoint", True)
                     idata.to_netcdf(told["out"])
@@ -89,14 +95,37 @@ def _draw(grid: "Grid", context: "Context") -> None:
         ]
         lines += [f"Warning: {w.message}" for w in said if issubclass(w.category, UserWarning)]
         lines += [f"posterior written to {told['out']}"] if "out" in told else []
+        _farewell(transport, names)
         write_whole(folder / "done", "\n".join(lines).encode())
     except BaseException as error:
         (folder / "error.log").write_text(traceback.format_exc())
         said_why = (
             str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         )
+        _farewell(transport, names, said_why)
         write_whole(folder / "failed", said_why.encode())
         raise
+
+
+def _prior_words(idata: "InferenceData", model: Callable, silos: RemoteSilos) -> str:
+    try:
+        table = prior_sensitivity(idata, model, silos, progress_bar=False)
+    except ValueError as error:
+        return f"sensitivity to the prior: {error}"
+    return f"sensitivity to the prior and the data (from {SENSITIVE} on look at it):\n" + str(
+        table.round(3)
+    )
+
+
+def _farewell(transport: flower.Flower | None, names: list[str], failed: str = "") -> None:
+    """Tell silos how the run has ended; why it failed, only to a silo that the text names."""
+    if transport is None:
+        return
+    at_fault = [name for name in names if f"silo {name!r}" in failed]
+    others = [name for name in names if name not in at_fault]
+    with suppress(Exception):  # the run has ended, whether they hear of it or not
+        transport.farewell("the run has failed" if failed else RUN_ENDED, others)
+        transport.farewell(f"the run has failed: {failed}", at_fault)
 
 
 server = flower.server_app(_draw)
@@ -145,6 +174,7 @@ def coordinate(
         host=host,
     )
     exit_at_sigterm(128 + signal.SIGTERM)
+    click.echo(f"starting Flower's SuperLink at {address}", err=True)
     with (folder / "link.log").open("ab") as log:
         link = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
     (folder / "link").write_text(str(link.pid))
@@ -153,8 +183,9 @@ def coordinate(
         _wait_for(link, near, port, folder)
         flwr = partial(_flwr, folder, tls, f"{near}:{port}", environment)
         for name in names:
-            key = str((keys / f"{name}.pub").resolve())
-            flwr("supernode", "register", key, "link", "--name", name)
+            key = (keys / f"{name}.pub").resolve()
+            flwr("supernode", "register", str(key), "link", "--name", name)
+            click.echo(f"key of {name}: {flower_key(key)}", err=True)
         config: dict[str, float | str] = {
             **settings,
             "model": str(model.resolve()),

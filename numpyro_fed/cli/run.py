@@ -13,6 +13,7 @@ from numpyro_fed.cli.common import (
     check_silos,
     flower_engine,
     run_options,
+    told_apart,
 )
 from numpyro_fed.cli.model_file import load_model_file
 from numpyro_fed.decentralized._kernel import NetworkKernel
@@ -73,6 +74,7 @@ def coordinated(
 
     :raises click.ClickException: with the reason, when the run failed.
     """
+    click.echo(f"Model: {told_apart(model_file)}", err=True)
     flower_engine()
     from numpyro_fed.cli.coordinator import coordinate
 

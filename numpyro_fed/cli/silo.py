@@ -14,11 +14,14 @@ from numpyro_fed._compat import enable_compilation_cache
 from numpyro_fed.cli.common import (
     FILE,
     FOLDER,
+    RUN_ENDED,
     added,
     check_address,
     check_name,
     confirm,
     flower_engine,
+    flower_key,
+    told_apart,
 )
 from numpyro_fed.cli.model_file import load_model_file, methods_of, public_of, silo_of_file
 from numpyro_fed.density.check import check_own_factorization
@@ -27,6 +30,7 @@ from numpyro_fed.privacy.data_guards import Guards
 from numpyro_fed.rounds.task import TASKS
 
 _EVERY = 10.0  # seconds between two lines of a silo that answers, in a log
+_LONGEST = 500  # letters of the coordinator's words that are shown
 
 
 class OpenedSilo(NamedTuple):
@@ -124,9 +128,9 @@ silo_options = added(_OPTIONS)
 @click.option(
     "--give-up",
     type=click.FloatRange(0, min_open=True),
-    default=60.0,
+    default=600.0,
     show_default=True,
-    help="Seconds in which the server has to answer.",
+    help="Seconds for which the coordinator may be away, before it starts and after its study.",
 )
 @click.option("--check", is_flag=True, help="Show what would leave, and connect to nobody.")
 @silo_options
@@ -154,6 +158,8 @@ def silo(
     if not yes:
         confirm(f"Take part as {opened.side.name!r}, at {server}?")
     enable_compilation_cache(opened.folder / "programs")
+    if key is not None:
+        click.echo(f"Key: {flower_key(key)}; the coordinator's command shows the same.")
     _serve(opened.side, server, ca, key, give_up)
 
 
@@ -205,7 +211,9 @@ def opened_silo(
             if isinstance(error, ValueError)
             else f"{model_file}: {type(error).__name__}: {error}"
         ) from error
-    return OpenedSilo(side, place, what_leaves(side, place, guards, allowed))
+    leaves = what_leaves(side, place, guards, allowed)
+    same = f"Model: {told_apart(model_file)}; the coordinator's command shows the same."
+    return OpenedSilo(side, place, f"{same}\n{leaves}")
 
 
 def _ceilings(given: tuple[str, ...], methods: set[str]) -> dict[str, int]:
@@ -268,7 +276,7 @@ def what_leaves(
         *(
             ()
             if guards is None
-            else (f"Guards: {guards!r}; columns: {', '.join(columns or ['all'])}.",)
+            else (f"Guards passed: {guards!r}; columns: {', '.join(columns or ['all'])}.",)
         ),
         "Nothing whose length depends on the number of rows is sent: each kind of answer is tried "
         "with a row more, and refused if it grows.",
@@ -292,14 +300,28 @@ def _shared(side: SiloSide) -> list[str]:
 
 
 class _Counted:
-    """Side of a silo that shows how many messages it has answered."""
+    """Side of a silo that shows how many messages it has answered, and how the run ended.
 
-    def __init__(self, side: SiloSide) -> None:
-        self.side, self.name = side, side.name
-        self.messages, self.sent, self.shown = 0, 0, -math.inf
+    :ivar over: whether the run has ended well, and no other has asked since.
+    """
+
+    def __init__(self, side: SiloSide, give_up: float) -> None:
+        self.side, self.name, self.give_up = side, side.name, give_up
+        self.messages, self.sent, self.shown, self.over = 0, 0, -math.inf, False
+
+    def heard(self, words: str) -> None:
+        """Show the coordinator's words at the end of its run."""
+        self.over = words.startswith(RUN_ENDED)
+        minutes = f"{self.give_up / 60:.0f} minutes" if self.give_up >= 90 else "a minute"
+        click.echo(
+            f"\n{time.strftime('%H:%M:%S')}  The coordinator says: {words[:_LONGEST]}. This silo "
+            f"waits for another command, such as a check. It ends {minutes} after the coordinator "
+            "(--give-up), or by Ctrl-C",
+            err=True,
+        )
 
     def answer(self, data: bytes) -> bytes:
-        answer = self.side.answer(data)
+        answer, self.over = self.side.answer(data), False
         self.messages += 1
         self.sent += len(answer)
         if sys.stderr.isatty() or time.monotonic() - self.shown > _EVERY:
@@ -318,12 +340,14 @@ def _serve(side: SiloSide, server: str, ca: Path, key: Path | None, give_up: flo
     flower = flower_engine()
     from numpyro_fed.engines.flower_node import serve
 
-    counted = _Counted(side)
+    counted = _Counted(side, give_up)
+    app = flower.client_app(lambda _: counted, counted.heard)
     try:
-        serve(
-            flower.client_app(lambda _: counted), server, side.name, ca=ca, key=key, give_up=give_up
-        )
+        serve(app, server, side.name, ca=ca, key=key, give_up=give_up)
     except (ConnectionError, ValueError) as error:
+        if counted.over:
+            click.echo(f"ended: the study is over; {counted.messages:,} messages were answered")
+            return
         if isinstance(error, ConnectionError) and counted.messages:
             click.echo(
                 f"the connection ended after {counted.messages:,} messages: the study is over, or "

@@ -171,7 +171,8 @@ def check_flat(
         def place(
             row: int, silo: np.ndarray = silo, starts: np.ndarray = starts, leaf: str = leaf
         ) -> str:
-            return f"silo {names[silo[row]]!r}, argument {leaf!r}, row {row - starts[silo[row]]}"
+            within = row - starts[silo[row]]
+            return f"silo {names[silo[row]]!r}, argument {leaf!r}, row {within} (the first is 0)"
 
         _check_values(leaf, values, place, names)
         if leaf in index:

@@ -61,6 +61,8 @@ def factorize(
     """
     if not callable(model):
         raise TypeError(f"model: expected a function with NumPyro's primitives, got {model!r:.60}")
+    if not isinstance(silos, Silos):
+        raise TypeError(f"silos: expected fed.Silos or fed.RemoteSilos, got {silos!r:.60}")
     specs = tuple(
         (leaf, silos.group[leaf], jax.ShapeDtypeStruct(v.shape[1:], v.dtype))
         for leaf, v in silos.rows.items()

@@ -57,7 +57,9 @@ _log = logging.getLogger(__name__)
 # The silo
 
 
-def client_app(make_side: Callable[[Context], Side]) -> ClientApp:
+def client_app(
+    make_side: Callable[[Context], Side], heard: Callable[[str], object] | None = None
+) -> ClientApp:
     """Return the app that a SuperNode runs.
 
     If the side raises an exception, the server receives the name of its type alone. Its text may
@@ -65,6 +67,7 @@ def client_app(make_side: Callable[[Context], Side]) -> ClientApp:
 
     :param make_side: a function of Flower's context, called once in a process;
         ``context.node_config["name"]`` is the name with which the node was started.
+    :param heard: called with the server's words at the end of its run (:meth:`Flower.farewell`).
     """
     app, sides = ClientApp(), {}
 
@@ -96,7 +99,13 @@ def client_app(make_side: Callable[[Context], Side]) -> ClientApp:
             return Error(RAISED, f"message for silo {meant!r} came to silo {side.name!r}")
         return records_of(side.answer(bytes_of(message.content)))
 
+    def over(message: Message, side: Side) -> RecordDict:
+        if heard is not None:
+            heard(printable(bytes_of(message.content).decode(errors="replace")))
+        return records_of(b"")
+
     app.query("who")(guarded(who))
+    app.query("over")(guarded(over))
     app.query("answer")(guarded(answer))
     return app
 
@@ -131,7 +140,7 @@ class Flower:
         the same name.
     :param poll: longest time between two looks for replies, in seconds.
     :param waiting: called with the names of silos that are not there yet, or do not answer,
-        whenever these change.
+        whenever these change. Of one that is connected it says so.
     :param silence: time after which a silo that does not answer is named, in seconds.
     :raises TimeoutError: naming the silos that did not appear.
     :raises ValueError: for a silo that is not among ``names``, and two nodes with one name.
@@ -156,7 +165,8 @@ class Flower:
         self.timeout, self.patience, self.poll = timeout, patience, poll
         #: Reasons for which silos did not answer in the last exchange, by name.
         self.reasons: dict[str, str] = {}
-        self.waiting, self.silence, self._told = waiting, silence, list[str]()
+        self.waiting, self.silence = waiting, silence
+        self._told, self._said = set[str](), list[str]()
         self._telling = threading.Lock()
         self.registry = Registry(grid, self.names, grace)
         self.registry.find(wait, poll, waiting)
@@ -208,6 +218,19 @@ class Flower:
         }
         return {name: replies[name] for name in messages if name in replies}
 
+    def farewell(self, words: str, to: Sequence[str], wait: float = 5.0) -> None:
+        """Tell silos in words that the run is over, and wait a little for their receipts."""
+        nodes = {name: node for name, node in self.registry.nodes.items() if name in to}
+        told = [
+            Message(records_of(words.encode()), node, "query.over", ttl=wait, group_id=name)
+            for name, node in nodes.items()
+        ]
+        left = {n for n in self.grid.push_messages(told) if n is not None} if told else set()
+        end = time.monotonic() + wait
+        while left and time.monotonic() < end:
+            left -= {m.metadata.reply_to_message_id for m in self.grid.pull_messages(list(left))}
+            time.sleep(self.poll)
+
     @contextmanager
     def _watched(
         self, messages: Mapping[str, bytes], replies: Mapping[str, bytes]
@@ -227,10 +250,12 @@ class Flower:
         """Say which silos do not answer for long, and when they do again."""
         with self._telling:  # two threads do
             silent = {n for n in messages if n not in replies} if seconds > self.silence else set()
-            named = sorted((silent | set(self._told)) - set(replies))
-            if self.waiting is not None and named != self._told:
-                self.waiting(named)
-                self._told = named
+            named = sorted((silent | self._told) - set(replies))
+            there = self.registry.nodes
+            words = [f"{name} (connected, computing)" if name in there else name for name in named]
+            if self.waiting is not None and words != self._said:
+                self.waiting(words)
+                self._told, self._said = set(named), words
 
     def _push(
         self, messages: Mapping[str, bytes], sent: dict[str, tuple[str, int, float]], end: float

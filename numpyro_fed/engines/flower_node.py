@@ -7,7 +7,10 @@ and the coordinator's app is never fetched. The node uses parts of Flower outsid
 interface; therefore the versions of Flower are pinned.
 """
 
+import base64
+import hashlib
 import logging
+import math
 import os
 import ssl
 import sys
@@ -22,6 +25,7 @@ from numpyro_fed.engines.flower_commands import exit_at_sigterm
 from numpyro_fed.engines.flower_registry import RAISED
 
 # isort: split
+import httpx
 from flwr.supercore import heartbeat
 from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from flwr.supercore.retry import http_retry
@@ -40,6 +44,7 @@ _NOT_IN = "[code: 2004]"
 _NO_SERVER = (502, 503, 504)  # of a proxy that has no server to pass messages to
 # seconds that this may last, and seconds between attempts
 _EXPIRES, _AGAIN = 150.0, 5.0
+_ATTEMPT = 60.0  # longest time of one connection without the server, in seconds
 # seconds between heartbeats, the fewest that the server allows: it misses a dead process after two
 _HEARTBEAT = 10
 _log = logging.getLogger(__name__)
@@ -65,9 +70,9 @@ def serve(
     :param key: private key of this node, in OpenSSH's format. Without a key the server has to let
         in nodes that are not registered.
     :param poll: longest time between two questions for messages, in seconds.
-    :param give_up: time in which the server has to answer and to let this node in, in seconds. By
-        default the node waits for the server forever. The server then has 150 s to notice that a
-        former process of this node was killed.
+    :param give_up: longest time for which the server may be away, or may not let this node in, in
+        seconds. By default the node waits for the server forever. The server then has 150 s to
+        notice that a former process of this node was killed.
     :param config: further entries of ``context.node_config``.
     :raises ConnectionError: if the server does not answer, does not let this node in, or shows a
         certificate that ``ca`` did not sign.
@@ -82,47 +87,90 @@ def serve(
     _calm_flower()
     keys, patience = None if key is None else _keys(key), _EXPIRES if give_up is None else give_up
     signed_by = _certificate(ca)
-    since = None  # time of the first refusal
+    own = "" if key is None else f" {fingerprint(key)}"
+    each = None if give_up is None else min(give_up, _ATTEMPT)
+    refused = away = math.inf  # since when the server does not let this node in, or is away
     while True:
+        began = time.monotonic()
         try:
             with fleet_http_connection.http_request_response(
-                server, False, signed_by, keys, None, give_up
+                server, False, signed_by, keys, None, each
             ) as connection:
-                since = None
+                refused = away = math.inf
                 _answer(app, connection, {"name": name, **config}, poll)
         except ConnectionError as error:
-            if any(f"Server error '{code}" in str(error) for code in _NO_SERVER):
+            if any(word in str(error).lower() for word in ("certificate", "ssl", "tls")):
                 raise ConnectionError(
-                    "no coordinator is behind the proxy: it was not started, or its study is over "
-                    f"({error})"
+                    f"{ca} did not sign the certificate of {server}, or it is for another address; "
+                    f"expected the ca.crt that the coordinator has now ({error})"
+                ) from error
+            if each is not None and _is_away(error):
+                away = min(away, began)
+                if time.monotonic() - away < (give_up or 0.0):
+                    continue
+                raise ConnectionError(
+                    f"no coordinator at {server} for {give_up:.0f} s: it was not started, or its "
+                    f"study is over ({error})"
                 ) from error
             if _NOT_IN not in str(error):
                 raise
-            since = since or time.monotonic()
-            if time.monotonic() - since > patience:
+            refused = min(refused, time.monotonic())
+            if time.monotonic() - refused > patience:
                 raise ConnectionError(
                     f"the server has not let silo {name!r} in for {patience:.0f} s; expected its "
-                    "public key to be registered there "
-                    f"(flwr supernode register), and no other node with this key: {error}"
+                    f"public key{own} to be registered there, as {name}.pub in the coordinator's "
+                    f"--keys, and no other process with this key: {error}"
                 ) from error
             _log.warning(
-                "the server does not let this node in yet: the coordinator is still starting, or "
-                "the server still counts on a former process of this node, for two minutes or so. "
-                "If this goes on, its key is not registered. Trying again"
+                "the coordinator does not let this silo in yet: it is still starting, or still "
+                "counts on a former process of this silo, for two minutes or so. If this goes on, "
+                "it has no public key%s as %s.pub in its --keys. Trying again",
+                own,
+                name,
             )
             time.sleep(_AGAIN)
 
 
+def fingerprint(key: str | Path) -> str:
+    """Return the fingerprint of a key as ``ssh-keygen -lf`` prints it.
+
+    :param key: file of a private key, or of a public one whose name ends with ``.pub``.
+    """
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    if Path(key).suffix == ".pub":
+        line = Path(key).read_bytes()
+    else:
+        line = _keys(key)[1].public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+def _is_away(error: ConnectionError) -> bool:
+    """Return whether nobody answered, and not somebody with a refusal."""
+    why = error.__cause__
+    if isinstance(why, httpx.HTTPStatusError):
+        return why.response.status_code in _NO_SERVER
+    return isinstance(why, httpx.TransportError)
+
+
 def _calm_flower() -> None:
     """Have Flower say once in plain words, and without colors, that the server does not answer."""
-    said: list[bool] = []
+    away: list[bool] = []
 
     def once(record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith("Connection attempt failed, retrying"):
-            return True
-        record.msg, record.args = "the coordinator does not answer; trying again", ()
-        said.append(True)
-        return len(said) == 1
+        text = str(record.msg)
+        if text.startswith("Connection successful"):
+            record.msg, record.args = "the coordinator answers again", ()
+            away.clear()
+        elif text.startswith("Connection attempt failed, retrying"):
+            record.msg, record.args = "the coordinator does not answer; trying again", ()
+            away.append(True)
+            return len(away) == 1
+        # `serve` says when it gives up
+        return not (
+            isinstance(record.msg, httpx.HTTPError) or text.startswith(("Giving up", "SSL/TLS"))
+        )
 
     for handler in logging.getLogger("flwr").handlers:
         handler.addFilter(once)
@@ -130,7 +178,7 @@ def _calm_flower() -> None:
 
 
 def _refused(code: int, message: str | None = None, *_: object, **__: object) -> None:
-    raise ConnectionError(f"{message} (Flower's exit code {code})")
+    raise ConnectionError(f"{message} (Flower's exit code {code})") from sys.exc_info()[1]
 
 
 def _unknown(*_: int) -> None:

@@ -250,8 +250,8 @@ class SiloSide:
     def _reopen(self, before: Values) -> None:
         """Continue the run of a former process, from the file that it wrote at connection."""
         hint = (
-            f"; expected those of the run that its folder {self.folder} holds: give another "
-            "folder, or delete this one"
+            f"; its folder {self.folder} has the record of another. Is this the study's file? For "
+            "another study give another folder"
         )
         try:
             same = self._same(self._open(before["request"], write=False))

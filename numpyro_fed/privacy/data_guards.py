@@ -75,8 +75,9 @@ class Guards:
                 raise ValueError(
                     f"guard max_parameters_per_row: the model has {dim} global parameters for {n} "
                     f"rows of {group!r} "
-                    f"in silo {name!r}; expected at most {self.max_parameters_per_row:g} a row, "
-                    f"{math.floor(self.max_parameters_per_row * n)} (--max-parameters)"
+                    f"in silo {name!r}; expected {math.ceil(dim / self.max_parameters_per_row)} "
+                    f"rows or more, {self.max_parameters_per_row:g} parameters a row at most "
+                    "(--max-parameters)"
                 )
         if self.min_level_rows is not None:
             for leaf, x in silos.rows.items():

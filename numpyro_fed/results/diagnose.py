@@ -177,7 +177,8 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
     if not isinstance(kernel, LangevinKernel | HMC):
         raise ValueError(
             "expected an MCMC that has run over SGLD, DSGLD, FSGLD or HMC, got "
-            f"{type(mcmc if kernel is None else kernel).__name__}"
+            f"{type(mcmc if kernel is None else kernel).__name__}; a posterior of fed.fit has its "
+            "verdict in posterior.attrs['report'], and fed.check looks further"
         )
     if kernel.factors is None or mcmc.last_state is None:
         raise ValueError(

@@ -187,7 +187,8 @@ def test_ceilings_are_shown(study):
     assert found.exit_code == 0, found.output
     assert "(at most 77 times; 0 so far)" in found.output
     assert (
-        "Guards: Guards(min_rows=10, min_level_rows=3, max_parameters_per_row=0.1" in found.output
+        "Guards passed: Guards(min_rows=10, min_level_rows=3, max_parameters_per_row=0.1"
+        in found.output
     )
 
 
@@ -698,6 +699,11 @@ def test_a_silo_that_is_killed_and_started_again_changes_no_draw(study):
         assert coordinator.returncode == 0, fit.logs()
     log = (study / "run.log").read_text()
     assert "posterior written to" in log
+    for name in SIZES:
+        said = (study / f"{name}.log").read_text()
+        (key,) = set(re.findall(r"^Key: (SHA256:\S+);", said, flags=re.M))
+        assert f"key of {name}: {key}\n" in log
+        assert "The coordinator says: the run has ended" in said
     # the undisturbed run, within this process
     module, silos = inline_rounds(study)
     mcmc = fed.RemoteMCMC(

@@ -178,7 +178,7 @@ def test_a_silo_that_is_silent_for_long_is_named_and_when_it_answers():
     grid.late = time.monotonic() + 0.5
     before = len(told)
     assert set(transport.exchange({"oslo": b"", "rome": b""})) == {"oslo", "rome"}
-    assert told[before:] == [["rome"], []]
+    assert told[before:] == [["rome (connected, computing)"], []]
 
 
 def test_a_silo_that_cannot_start_is_told_by_the_type_of_its_error_alone():
@@ -392,6 +392,81 @@ def test_a_proxy_without_a_coordinator_is_spoken_of(tmp_path, monkeypatch):
         flower_node.serve(
             echo("oslo"), "127.0.0.1:1", "oslo", ca=tls / "ca.crt", key=key, give_up=0.1
         )
+
+
+def unreachable(monkeypatch, words):
+    """Have all requests fail; return the list of their paths."""
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+
+    asked = []
+
+    def fail(client, *, path, request, **_):
+        asked.append(path)
+        raise httpx.ConnectError(words)
+
+    monkeypatch.setattr(FleetHttpClient, "_unary_unary", fail)
+    return asked
+
+
+def test_a_silo_waits_longer_for_its_coordinator_than_for_one_connection(tmp_path, monkeypatch):
+    asked = unreachable(monkeypatch, "refused")
+    monkeypatch.setattr(flower_node, "_ATTEMPT", 0.01)
+    tls, key = make_certificates(tmp_path / "tls"), make_key(tmp_path / "oslo.key")
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"no coordinator at 127\.0\.0\.1:1 for 1 s"):
+        flower_node.serve(
+            echo("oslo"), "127.0.0.1:1", "oslo", ca=tls / "ca.crt", key=key, give_up=1.0
+        )
+    assert time.monotonic() - start >= 1.0
+    assert len(asked) > 3
+
+
+def test_another_authority_is_said_at_once(tmp_path, monkeypatch):
+    asked = unreachable(monkeypatch, "certificate verify failed")
+    tls, key = make_certificates(tmp_path / "tls"), make_key(tmp_path / "oslo.key")
+    with pytest.raises(ConnectionError, match=r"ca\.crt did not sign the certificate of 127"):
+        flower_node.serve(
+            echo("oslo"), "127.0.0.1:1", "oslo", ca=tls / "ca.crt", key=key, give_up=100.0
+        )
+    assert len(asked) == 1
+
+
+def test_a_fingerprint_is_that_of_ssh_keygen(tmp_path):
+    key = make_key(tmp_path / "oslo.key")
+    shown = subprocess.run(
+        ["ssh-keygen", "-lf", key], capture_output=True, text=True, check=True
+    ).stdout.split()[1]
+    assert flower_node.fingerprint(key) == shown
+    assert flower_node.fingerprint(key.with_suffix(".pub")) == shown
+
+
+def test_a_farewell_reaches_the_silos_that_it_is_for():
+    said = []
+
+    def app(name):
+        return client_app(lambda _: Echo(name), lambda words: said.append((name, words)))
+
+    transport = Flower(InProcessGrid([app("oslo"), app("rome")]), ["oslo", "rome"], wait=5)
+    transport.farewell("it is over", ["rome"])
+    assert said == [("rome", "it is over")]
+    transport.farewell("nobody", [])
+    assert len(said) == 1
+
+
+def test_a_failed_run_tells_its_reason_to_the_silo_at_fault_alone():
+    from numpyro_fed.cli.coordinator import _farewell
+
+    said = []
+
+    class Transport:
+        def farewell(self, words, to):
+            said.extend((name, words) for name in to)
+
+    _farewell(Transport(), ["oslo", "rome"], "silo 'rome' has another model")
+    assert said == [
+        ("oslo", "the run has failed"),
+        ("rome", "the run has failed: silo 'rome' has another model"),
+    ]
 
 
 def test_a_message_for_another_silo_is_not_answered():
