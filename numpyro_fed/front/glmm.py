@@ -20,7 +20,7 @@ from numpyro_fed.front.predict import check_change, expected
 from numpyro_fed.front.priors import Prior, make_parts
 from numpyro_fed.front.rows import Coder, warn_of_rows
 from numpyro_fed.front.source import Parts, arguments, make, write
-from numpyro_fed.front.summary import in_units, summary
+from numpyro_fed.front.summary import check_columns, in_units, summary
 from numpyro_fed.front.tables import as_table, as_tables
 from numpyro_fed.results.check import SiloCheck, check
 
@@ -125,9 +125,10 @@ class GLMM:
         :param rng_key: seed of new effects; ``jax.random.key(0)`` by default.
         :return: ``(chain, draw, row)``: a probability, mean or share; for ``"weibull"`` a mean
             time, for ``"cox"`` a hazard ratio; for ``"ordinal"`` ``(chain, draw, row, level)``.
-        :raises ValueError: for a table that the dictionary does not fit, missing values, and a silo
-            that the model does not have.
+        :raises ValueError: for a table that the dictionary does not fit, missing values, a silo
+            that the model does not have, and the fit of another formula or dictionary.
         """
+        check_columns(idata, self.coder)
         if self.tables and silo not in ("new", *self.tables):
             raise ValueError(f"silo: expected 'new' or one of {list(self.tables)}, got {silo!r}")
         key = jax.random.key(0) if rng_key is None else rng_key
@@ -188,6 +189,7 @@ class GLMM:
         :param exp: whether to show the coefficients alone, exponentiated: odds ratios of
             ``"bernoulli"``, ratios of rates of ``"poisson"``, of hazards of ``"cox"``.
         """
+        check_columns(idata, self.coder)
         return summary(idata, self.parts, exp)
 
     def check(self, idata: "InferenceData", **options: Any) -> SiloCheck:
@@ -195,6 +197,7 @@ class GLMM:
 
         :param options: of :func:`numpyro_fed.check`.
         """
+        check_columns(idata, self.coder)
         found = check(idata, self.model, self.silos, **options)
         names = {f"slopes[{i}]": label for i, label in enumerate(self.coder.labels)}
         sites = found.table["site"].replace(names)

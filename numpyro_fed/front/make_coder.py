@@ -194,6 +194,11 @@ def _check_impute(impute: object, parts: Formula) -> Regressions:
                 f"or '1', got {rhs!r}"
             )
         regression = parse(f"y ~ {rhs}")
+        if used := sorted({*regression.reads} & {*parts.outcome}):
+            raise ValueError(
+                f"impute: the regression of {name!r} has the outcome {used}; expected other "
+                "columns: holes are drawn given the outcome already, by the formula"
+            )
         if regression.groups or regression.smooths or {*regression.reads} & {*impute, name}:
             raise ValueError(
                 f"impute: the regression of {name!r}: expected columns without holes, and no "

@@ -56,6 +56,7 @@ _COARSE = (
     "trajectories diverged",
     "rounds undone",
     "steps cut",
+    "steps cut in a tail",
     "inflation predicted",
     "inflation met",
 )

@@ -1,5 +1,6 @@
 """Effects of a fitted formula, in the units of the tables' columns."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ def in_units(
 
     :param elements: names of the elements of groups that do not cross silos.
     """
+    check_columns(idata, coder)
     post = group_of(idata, "posterior")
     draws = ("chain", "draw")
     if parts.slopes:
@@ -41,8 +43,35 @@ def in_units(
     for group in parts.groups:
         names = coder.crossing.get(group.name) or elements.get(group.name, ())
         post = _group(post, group, names, parts.correlated)
+    post.attrs["columns"] = _columns(coder)
     set_group(idata, "posterior", post)
     return idata
+
+
+def check_columns(idata: "InferenceData", coder: Coder) -> None:
+    """Raise a ``ValueError`` for the posterior of another formula, or of another dictionary.
+
+    Its coefficients would be read as those of other columns.
+    """
+    fitted = group_of(idata, "posterior").attrs.get("columns")
+    if fitted is not None and fitted != (own := _columns(coder)):
+        raise ValueError(
+            "idata: expected a fit of this formula, its terms in this order, by this dictionary: "
+            f"the model has the columns {_names(own)}, the fit {_names(fitted)}"
+            + " with other means and sds"
+            * (_names(own) == _names(fitted))
+        )
+
+
+def _columns(coder: Coder) -> str:
+    """Return the columns' labels, means and sds, as text for a file."""
+    pairs = [[f"{m:.6g}", f"{s:.6g}"] for m, s in zip(coder.center, coder.scale, strict=True)]
+    return json.dumps([coder.labels, pairs])
+
+
+def _names(columns: str) -> list[str]:
+    names: list[str] = json.loads(columns)[0]
+    return names
 
 
 def _group(

@@ -33,6 +33,9 @@ _SD_RATIO = 1.07  # largest accepted ratio of sds, in either direction: the tole
 # largest accepted share of cut steps, undone rounds, stuck units; where it was exceeded, 1.3 % of
 # steps cut went with an sd 1.28 times too wide, 5 % with one twice too wide (docs/results.md)
 MOST_CUT = 0.01
+# largest accepted share of cut steps where a coordinate is in its outer 2.5 %, on one side: where
+# it was 15 % a log scale was 1.26 times too wide, 66 % with one 2.7 times; 4 % with right ones
+_MOST_CUT_OUTSIDE, _OUTER, _FEWEST_OUTER = 0.05, 0.025, 20
 # largest accepted share of diverging trajectories; eight schools in the centered form, whose draws
 # miss small scales, have .006
 MOST_DIVERGED = 0.002
@@ -60,6 +63,7 @@ _MENDS = {
         "in place of latents of sd sigma): the chains do not reach a part of the posterior"
     ),
     "steps cut": "lower step_size or fed.Step(bias_target=), or take fewer num_local_steps",
+    "steps cut in a tail": "lower step_size or fed.Step(bias_target=): this tail is too long",
     "step size": (
         "the pilot of FSGLD measures how much wider a step makes the draws, and no check here "
         "does: take FSGLD, or compare with pooled NUTS"
@@ -141,7 +145,7 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
     No reference is needed. The checks are:
 
     * R-hat and effective draws of the global sites, and of at most 200 latents of inline silos;
-    * rounds undone and steps cut;
+    * rounds undone, and steps cut, in all and in each tail;
     * inflation of the sds, as the pilot predicted it and as the run met it; where neither is
       known, the run is undecided;
     * difference of each silo's pull from its surrogate's;
@@ -196,6 +200,7 @@ def diagnose(mcmc: MCMC) -> Diagnosis:
         rows.append(_row("trajectories diverged", share.mean(), limit, where, few))
     else:
         rows += [*_guards(kernel, fields), *_visits(mcmc, kernel)]
+        rows += _tails(mcmc, kernel, fields["cut_rate"]) if kernel.config.cut else []
     if "residual" in fields:
         rows += [*_noise(mcmc, kernel, fields), *_surrogate_mass(mcmc, kernel)]
     table = pd.DataFrame(rows, columns=["check", "value", "limit", "where", "verdict"]).set_index(
@@ -268,6 +273,26 @@ def _mixing(
             )
         )
     return out
+
+
+def _tails(mcmc: MCMC, kernel: LangevinKernel, cut_rate: np.ndarray) -> list[tuple]:
+    """Return a check of the steps that are cut in a coordinate's tail, where it is worst.
+
+    There the surrogates, which are Gaussian, pull in place of the silos.
+    """
+    assert kernel.factors is not None
+    if _OUTER * cut_rate.size < _FEWEST_OUTER:
+        return []
+    draws, worst = mcmc.get_samples(group_by_chain=True), (0.0, "")
+    for name, _ in kernel.factors.global_sites:
+        x = np.asarray(draws[name]).reshape(cut_rate.size, -1)
+        low, high = np.quantile(x, [_OUTER, 1 - _OUTER], axis=0)
+        for side, outside in (("left", x <= low), ("right", x >= high)):
+            share = np.where(outside, cut_rate.reshape(-1, 1), 0).sum(0) / outside.sum(0)
+            worst = max(worst, (float(share.max()), f"{side} of {name}"))
+    most, where = worst
+    limit, sound = f"<= {_MOST_CUT_OUTSIDE}", most <= _MOST_CUT_OUTSIDE
+    return [_row("steps cut in a tail", most, limit, where, sound)]
 
 
 def _guards(kernel: LangevinKernel, fields: dict[str, np.ndarray]) -> list[tuple]:

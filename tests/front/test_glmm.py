@@ -399,6 +399,23 @@ def test_a_summary_has_the_terms_own_names():
     np.testing.assert_allclose(ratios["97.5%"], np.exp(table["97.5%"][["age", "sex[M]"]]))
 
 
+def test_the_fit_of_another_formula_or_dictionary_is_refused():
+    m = fed.glmm("real ~ age + sex", tables())
+    idata = one_draw(m, params_of(m))
+    m.predict(idata, POOLED)
+    other = fed.glmm("real ~ sex + age", tables())
+    some = fed.glmm("real ~ age + sex", {k: v for k, v in tables().items() if k != "bern"})
+    for wrong, words in ((other, r"columns \['sex\[M\]', 'age'\]"), (some, "other means and sds")):
+        with pytest.raises(ValueError, match=words):
+            wrong.predict(idata, POOLED)
+        with pytest.raises(ValueError, match=words):
+            wrong.summary(idata)
+        with pytest.raises(ValueError, match=words):
+            wrong.in_units(idata)
+        with pytest.raises(ValueError, match=words):
+            wrong.check(idata)
+
+
 @pytest.mark.ci
 def test_a_check_has_the_terms_own_names():
     m = fed.glmm("died ~ age + sex", tables(), family="bernoulli")
@@ -632,6 +649,11 @@ REFUSED = {
         ("real ~ dose", with_holes()),
         {"impute": {"dose": "1 + (1|silo)"}},
         r"no groups and no s\(\), got '1 \+ \(1\|silo\)'",
+    ),
+    "the outcome in a regression": (
+        ("real ~ age + dose", with_holes()),
+        {"impute": {"dose": "age + real"}},
+        r"regression of 'dose' has the outcome \['real'\]",
     ),
     "kinds": (
         ("real ~ age", {**tables(), "oslo": TEXT["oslo"]}),

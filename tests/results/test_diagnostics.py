@@ -126,6 +126,19 @@ def test_a_part_that_chains_have_missed_is_flagged():
     assert "surrogate mass left out" not in failed(mcmc)[1]
 
 
+def test_steps_that_are_cut_in_a_tail_are_flagged():
+    """As many cut steps all over are not: they are fewer than 1 % of all."""
+    mcmc = run(fed.FSGLD(logistic))
+    beta = np.asarray(mcmc._states["z"]["beta"])[..., 0]
+    tail = beta <= np.quantile(beta, 0.025)
+    mcmc._states["cut_rate"] = jnp.where(tail, 0.2, 0.0)
+    found, bad = failed(mcmc)
+    assert bad == {"steps cut in a tail"}
+    assert found.table.loc["steps cut in a tail", "where"] == "left of beta"
+    mcmc._states["cut_rate"] = jnp.full(beta.shape, 0.005)
+    assert failed(mcmc)[1] == set()
+
+
 @pytest.mark.ci
 def test_stays_of_a_thousand_steps_are_flagged():
     kernel = setup(surrogate="laplace")
