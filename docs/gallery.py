@@ -70,7 +70,7 @@ TOPICS = {
 
 
 def page() -> str:
-    """Return the page: for each model its first line, and its figure."""
+    """Return the page: for each model its first line, and its figure where there is one."""
     text = HEAD
     for topic, names in TOPICS.items():
         text += f"\n## {topic}\n\n"
@@ -79,7 +79,8 @@ def page() -> str:
             text += textwrap.fill(
                 f"* `{name}`: {first}", 100, subsequent_indent="  ", break_on_hyphens=False
             )
-            text += f"\n  ![{name}](figures/models/{name}.webp)\n"
+            drawn = (FIGURES / f"{name}.webp").exists()
+            text += f"\n  ![{name}](figures/models/{name}.webp)\n" if drawn else "\n"
     return text
 
 

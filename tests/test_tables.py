@@ -57,8 +57,8 @@ def test_every_file_has_a_page():
     assert files == set(tables.names(pages))
 
 
-def test_every_model_is_in_the_gallery_with_its_figure():
+def test_every_model_is_in_the_gallery():
     assert gallery.PAGE.read_text() == gallery.page()
     listed = sorted(name for names in gallery.TOPICS.values() for name in names)
     assert listed == sorted(file.stem for file in DOCS.parent.glob("models/[a-z]*.py"))
-    assert listed == sorted(file.stem for file in gallery.FIGURES.glob("*.webp"))
+    assert {file.stem for file in gallery.FIGURES.glob("*.webp")} <= set(listed)
