@@ -171,8 +171,7 @@ def check_flat(
         def place(
             row: int, silo: np.ndarray = silo, starts: np.ndarray = starts, leaf: str = leaf
         ) -> str:
-            within = row - starts[silo[row]]
-            return f"silo {names[silo[row]]!r}, argument {leaf!r}, row {within} (the first is 0)"
+            return f"silo {names[silo[row]]!r}, argument {leaf!r}, row {row - starts[silo[row]]}"
 
         _check_values(leaf, values, place, names)
         if leaf in index:

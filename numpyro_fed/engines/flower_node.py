@@ -44,6 +44,11 @@ _NOT_IN = "[code: 2004]"
 _NO_SERVER = (502, 503, 504)  # of a proxy that has no server to pass messages to
 # seconds that this may last, and seconds between attempts
 _EXPIRES, _AGAIN = 150.0, 5.0
+_NOT_YET = (
+    "the coordinator does not let this silo in yet: it is still starting, or still counts on a "
+    "former process of this silo, for two minutes or so. If this goes on, it has no public key%s "
+    "as %s.pub in its --keys. Trying again"
+)
 _ATTEMPT = 60.0  # longest time of one connection without the server, in seconds
 # seconds between heartbeats, the fewest that the server allows: it misses a dead process after two
 _HEARTBEAT = 10
@@ -121,13 +126,7 @@ def serve(
                     f"public key{own} to be registered there, as {name}.pub in the coordinator's "
                     f"--keys, and no other process with this key: {error}"
                 ) from error
-            _log.warning(
-                "the coordinator does not let this silo in yet: it is still starting, or still "
-                "counts on a former process of this silo, for two minutes or so. If this goes on, "
-                "it has no public key%s as %s.pub in its --keys. Trying again",
-                own,
-                name,
-            )
+            _log.warning(_NOT_YET, own, name)
             time.sleep(_AGAIN)
 
 
