@@ -3,7 +3,8 @@
 Each silo says of each column how many values it has and lacks. Of numbers it adds their mean,
 standard deviation and quantiles, of text the counts of its levels, of a group (``hospital``, in a
 silo that is a country) how many elements it has. Nothing else leaves the silo. A value that fewer
-than ``min_count`` rows stand behind is hidden, and said to be.
+than ``min_count`` rows stand behind is hidden, and said to be. So is the next level where what is
+hidden would follow from the rest, and the mean of two values of which one is so rare.
 """
 
 import json
@@ -170,7 +171,7 @@ def describe(
         >>> rome = {"age": [80, 77, None, 75], "sex": ["M", "M", "M", "M"]}
         >>> words = fed.describe({"oslo": oslo, "rome": rome})
         >>> words.columns["sex"].counts, words.columns["sex"].hidden
-        ({'F': 3, 'M': 4}, 1)
+        ({'M': 4}, 4)
         >>> round(words.columns["age"].mean, 2), words.columns["age"].missing
         (72.14, 1)
     """
@@ -215,7 +216,9 @@ def _described(
         return Column("group", rows, missing, elements=known.nunique())
     if numeric_text(known):
         x = known.to_numpy(np.float64)
-        if rows < min_count:
+        each = np.unique(x, return_counts=True)[1]
+        # mean and rows of two values tell how many rows each has
+        if rows < min_count or (len(each) == 2 and each.min() < min_count):
             return Column("number", rows, missing)
         inside = _LEVELS[(np.minimum(_LEVELS, 1 - _LEVELS) * rows) >= min_count]
         whole = bool((x == np.round(x)).all())  # no quantile between whole numbers
@@ -226,6 +229,8 @@ def _described(
     if len(counts) > _MOST_LEVELS and name not in levels:
         return Column("other", rows, missing)
     shown = {str(k): int(n) for k, n in sorted(counts.items()) if n >= min_count}
+    if shown and 0 < rows - sum(shown.values()) < min_count:  # the rest would be known
+        del shown[min(shown, key=lambda level: shown[level])]
     return Column("levels", rows, missing, counts=shown, hidden=rows - sum(shown.values()))
 
 

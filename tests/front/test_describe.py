@@ -44,14 +44,33 @@ def test_pooled_numbers_follow_from_the_silos():
 def test_what_few_rows_stand_behind_is_hidden():
     few = {"sex": ["F"] * 5 + ["M"] * 2, "x": [1.0, 2.0] + [None] * 5}
     told = fed.describe({"a": few}).columns
-    assert told["sex"].counts == {"F": 5}
-    assert told["sex"].hidden == 2
+    assert not told["sex"].counts  # with F's five, all would know of two M
+    assert told["sex"].hidden == 7
     assert told["x"].mean is None
     assert told["x"].rows == 2
     assert "hidden" in repr(fed.describe({"a": few}))
     shown = fed.describe({"a": few}, min_count=1).columns
     assert shown["sex"].counts == {"F": 5, "M": 2}
     assert shown["x"].mean == 1.5
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        (["a"] * 9 + ["b"] * 5 + ["c"] * 2, {"a": 9}),
+        (["a"] * 9 + ["b"] * 5 + ["c"] * 2 + ["d"], {"a": 9, "b": 5}),  # three are hidden
+        (["a"] * 9 + ["b"] * 5, {"a": 9, "b": 5}),
+    ],
+)
+def test_a_hidden_level_does_not_follow_from_the_others(values, shown):
+    assert fed.describe({"a": {"x": values}}).columns["x"].counts == shown
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"), [([0] * 19 + [1], None), ([0] * 17 + [1] * 3, 0.15), ([0] * 20, 0.0)]
+)
+def test_a_mean_does_not_tell_how_rare_one_of_two_values_is(values, mean):
+    assert fed.describe({"a": {"dead": values}}).columns["dead"].mean == mean
 
 
 def test_a_column_silo_by_silo():
