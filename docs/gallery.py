@@ -75,7 +75,8 @@ def page() -> str:
     for topic, names in TOPICS.items():
         text += f"\n## {topic}\n\n"
         for name in names:
-            first = (ast.get_docstring(_parsed(name)) or "").splitlines()[0]
+            module = ast.parse((ROOT / "models" / f"{name}.py").read_text())
+            first = (ast.get_docstring(module) or "").splitlines()[0]
             text += textwrap.fill(
                 f"* `{name}`: {first}", 100, subsequent_indent="  ", break_on_hyphens=False
             )
@@ -85,11 +86,14 @@ def page() -> str:
 
 
 def draw(name: str) -> None:
-    """Run a model, and keep a small copy of its figure."""
+    """Run a model, and keep a small copy of its figure, if it draws one."""
     from PIL import Image
 
     file = ROOT / "models" / f"{name}.py"
-    whole = [] if "_beside_nuts import main" in file.read_text() else ["--quick"]
+    beside_nuts = "_beside_nuts import main" in file.read_text()
+    if not beside_nuts and "--figure" not in file.read_text():
+        return
+    whole = [] if beside_nuts else ["--quick"]
     with tempfile.TemporaryDirectory() as folder:
         figure = Path(folder, "figure.png")
         subprocess.run([sys.executable, file, *whole, "--figure", figure], check=True)
@@ -98,10 +102,6 @@ def draw(name: str) -> None:
     small.thumbnail((WIDTH, 4 * WIDTH))
     FIGURES.mkdir(exist_ok=True)
     small.save(FIGURES / f"{name}.webp", quality=75)
-
-
-def _parsed(name: str) -> ast.Module:
-    return ast.parse((ROOT / "models" / f"{name}.py").read_text())
 
 
 if __name__ == "__main__":

@@ -165,8 +165,7 @@ class Flower:
         self.timeout, self.patience, self.poll = timeout, patience, poll
         #: Reasons for which silos did not answer in the last exchange, by name.
         self.reasons: dict[str, str] = {}
-        self.waiting, self.silence = waiting, silence
-        self._told, self._said = set[str](), list[str]()
+        self.waiting, self.silence, self._told = waiting, silence, dict[str, str]()
         self._telling = threading.Lock()
         self.registry = Registry(grid, self.names, grace)
         self.registry.find(wait, poll, waiting)
@@ -250,12 +249,13 @@ class Flower:
         """Say which silos do not answer for long, and when they do again."""
         with self._telling:  # two threads do
             silent = {n for n in messages if n not in replies} if seconds > self.silence else set()
-            named = sorted((silent | self._told) - set(replies))
-            there = self.registry.nodes
-            words = [f"{name} (connected, computing)" if name in there else name for name in named]
-            if self.waiting is not None and words != self._said:
-                self.waiting(words)
-                self._told, self._said = set(named), words
+            named = {
+                name: f"{name} (connected, computing)" if name in self.registry.nodes else name
+                for name in sorted((silent | set(self._told)) - set(replies))
+            }
+            if self.waiting is not None and named != self._told:
+                self.waiting(list(named.values()))
+                self._told = named
 
     def _push(
         self, messages: Mapping[str, bytes], sent: dict[str, tuple[str, int, float]], end: float

@@ -109,9 +109,9 @@ def serve(
                     f"{ca} did not sign the certificate of {server}, or it is for another address; "
                     f"expected the ca.crt that the coordinator has now ({error})"
                 ) from error
-            if each is not None and _is_away(error):
+            if give_up is not None and _is_away(error):
                 away = min(away, began)
-                if time.monotonic() - away < (give_up or 0.0):
+                if time.monotonic() - away < give_up:
                     continue
                 raise ConnectionError(
                     f"no coordinator at {server} for {give_up:.0f} s: it was not started, or its "
