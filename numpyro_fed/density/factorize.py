@@ -148,7 +148,7 @@ def _factorize(
     for base in _PROBES:
         sizes = {group: base + 10 * i for i, group in enumerate(groups)}
         rows = {leaf: jax.ShapeDtypeStruct((sizes[g], *s.shape), s.dtype) for leaf, g, s in specs}
-        *sites, undrawn, transforms, together = _probe(
+        *sites, undrawn, observed, transforms, together = _probe(
             model, rows, shared, sizes, public, conditioned
         )
         found.append(tuple(sites))
@@ -170,6 +170,7 @@ def _factorize(
         index,
         transforms,
         undrawn,
+        observed,
         row_wise=not together,
     )
 
@@ -214,6 +215,7 @@ def _probe(
             plates=plates,
             latent=latent,
             undrawn=_undrawn(sites),
+            observed=_observed(sites, plates),
             transforms=_compat.transforms(sites),
             together=any(map(takes_rows_together, sites.values())),
         )
@@ -227,7 +229,7 @@ def _probe(
         seen["latent"], {name: x.shape for name, x in shapes.items()}
     )
     plates = tuple(seen["plates"].items())
-    rest = (seen[name] for name in ("undrawn", "transforms", "together"))
+    rest = (seen[name] for name in ("undrawn", "observed", "transforms", "together"))
     return global_sites, local_sites, plates, *rest
 
 
@@ -235,6 +237,17 @@ def _undrawn(sites: Mapping[str, Site]) -> tuple[tuple[str, str], ...]:
     """Return name and type of each learned parameter and mutable state."""
     kinds = ("param", "mutable")
     return tuple((n, site["type"]) for n, site in sites.items() if site["type"] in kinds)
+
+
+def _observed(sites: Mapping[str, Site], plates: Mapping[str, str]) -> tuple[str, ...]:
+    """Return names of observed sites and factors inside silo plates."""
+    return tuple(
+        name
+        for name, site in sites.items()
+        if site["type"] == "sample"
+        and site["is_observed"]
+        and any(frame.name in plates for frame in site["cond_indep_stack"])
+    )
 
 
 def _sites(

@@ -92,6 +92,7 @@ class Factors:
     :param transforms: constraining transform of each latent site, or ``None`` where constraining
         needs the model.
     :param undrawn: name and type of each site that is a learned parameter or mutable state.
+    :param observed: names of observed sites and factors inside silo plates.
     :param row_wise: ``False`` where a row's term depends on other rows of its silo.
     :param sizes: where terms are not row-wise, the numbers of rows by group that silos have.
     """
@@ -104,6 +105,7 @@ class Factors:
     index: tuple[tuple[str, str], ...]
     transforms: dict[str, Transform] | None = field(compare=False, repr=False)
     undrawn: tuple[tuple[str, str], ...] = ()
+    observed: tuple[str, ...] = ()
     row_wise: bool = True
     sizes: Sizes = ()
 

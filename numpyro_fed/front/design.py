@@ -74,7 +74,10 @@ class Design:
                 "scale(), center(), bs(), s(), C(), I(), or NumPy's, e.g. np.log()"
             ) from error
         except Exception as error:
-            raise ValueError(f"formula, part {rhs.replace(_KEEP, '')!r}: {error}") from error
+            levels = {c: list(k) for c in self.reads if (k := self._words.columns[c].counts)}
+            raise ValueError(
+                f"formula, part {rhs.replace(_KEEP, '')!r}: {error}; the levels are {levels}"
+            ) from error
 
     def _check_rows(self, rhs: str) -> None:
         """Raise a ``ValueError`` if the columns of a row depend on other rows."""
@@ -144,12 +147,12 @@ def clean(
             if unknown := sorted(set(values.dropna()) - told.counts.keys()):
                 raise ValueError(
                     f"silo {silo!r}, column {name!r}: level {unknown[0]!r} is not in the "
-                    f"dictionary, which has {sorted(told.counts)}; expected one of these. For a "
-                    "level with few rows join it with another, or describe the tables again with "
-                    "a smaller min_count"
+                    f"dictionary, which has {list(told.counts)}; expected one of these. Before a "
+                    "fit, join a level of few rows with another, or describe the tables with a "
+                    "smaller min_count"
                 )
             values = pd.Series(
-                pd.Categorical(values, categories=list(told.counts)), name=values.name
+                pd.Categorical(values, list(told.counts), ordered=True), name=values.name
             )
         elif not np.issubdtype(values.dtype, np.number):
             raise ValueError(
@@ -209,7 +212,7 @@ def _drawn(words: Dictionary, names: Iterable[str], rows: int = 4096) -> pd.Data
         ends = np.cumsum(counts) / counts.sum()
         codes = np.searchsorted(ends, (np.arange(rows) + 0.5) / rows)
         codes[: len(levels)] = np.arange(len(levels))
-        out[name] = pd.Categorical.from_codes(rng.permutation(codes), categories=levels)
+        out[name] = pd.Categorical.from_codes(rng.permutation(codes), levels, ordered=True)
     return pd.DataFrame(out, index=range(rows))
 
 

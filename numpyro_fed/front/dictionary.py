@@ -11,6 +11,8 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +29,13 @@ _MOST_LEVELS = 50  # names and free text have more
 class Column:
     """Facts on a column, of one silo or of all.
 
-    :param kind: ``"number"``, ``"levels"``, ``"group"``, or ``"other"`` (dates, free text).
+    :param kind: ``"number"``, ``"levels"``, ``"group"``, or ``"other"``: dates, and text of more
+        than 50 values.
     :param rows: rows with a value.
     :param missing: rows without.
     :param mean: of the numbers, as ``sd``; ``None`` where hidden.
     :param quantiles: of the numbers, ``(share of rows, value)``; extremes are left out.
-    :param counts: rows at each level.
+    :param counts: rows at each level, in the order of a pandas ``Categorical`` or of the alphabet.
     :param hidden: rows at levels of which fewer than ``min_count`` rows are.
     :param elements: number of elements of a group.
     """
@@ -226,12 +229,36 @@ def _described(
         quantiles = tuple((float(p), float(q)) for p, q in zip(inside, at, strict=True))
         return Column("number", rows, missing, float(x.mean()), float(x.std()), quantiles)
     counts = known.value_counts()
+    order = _order(table[name], sorted(counts.index))
     if len(counts) > _MOST_LEVELS and name not in levels:
         return Column("other", rows, missing)
-    shown = {str(k): int(n) for k, n in sorted(counts.items()) if n >= min_count}
+    shown = {level: int(counts[level]) for level in order if counts[level] >= min_count}
     if shown and 0 < rows - sum(shown.values()) < min_count:  # the rest would be known
         del shown[min(shown, key=lambda level: shown[level])]
     return Column("levels", rows, missing, counts=shown, hidden=rows - sum(shown.values()))
+
+
+def _order(values: pd.Series, levels: list[str]) -> list[str]:
+    """Return levels in the order of a pandas ``Categorical``, or of the alphabet."""
+    if not isinstance(values.dtype, pd.CategoricalDtype):
+        return levels
+    own = [str(level) for level in as_text(pd.Series(values.cat.categories))]
+    return [level for level in own if level in levels]
+
+
+def _pooled_order(orders: Sequence[Sequence[str]]) -> list[str]:
+    """Return the levels of all silos in an order that is each silo's, or of the alphabet."""
+    levels = sorted(set().union(*orders))
+    if all(list(order) == sorted(order) for order in orders):
+        return levels
+    after: dict[str, set[str]] = {level: set() for level in levels}
+    for order in orders:
+        for before, level in pairwise(order):
+            after[level].add(before)
+    try:
+        return list(TopologicalSorter(after).static_order())
+    except CycleError:
+        return levels
 
 
 def _pooled(name: str, silos: Mapping[str, Mapping[str, Column]]) -> Column:
@@ -239,6 +266,8 @@ def _pooled(name: str, silos: Mapping[str, Mapping[str, Column]]) -> Column:
     found = {silo: columns[name] for silo, columns in silos.items() if name in columns}
     said = {silo: c.kind for silo, c in found.items() if c.rows}
     kinds = set(said.values()) or {"other"}
+    if kinds == {"levels", "other"}:  # free text, of which a silo has few values
+        kinds = {"other"}
     if len(kinds) > 1:
         first, other = (next(s for s in said if said[s] == k) for k in sorted(kinds)[:2])
         raise ValueError(
@@ -252,15 +281,16 @@ def _pooled(name: str, silos: Mapping[str, Mapping[str, Column]]) -> Column:
     (kind,) = kinds
     if kind == "number":
         return _pooled_numbers(rows, missing, columns)
+    of_levels = [c.counts for c in columns if kind == "levels"]
     counts: dict[str, int] = {}
-    for c in columns:
-        for level, n in c.counts.items():
+    for own in of_levels:
+        for level, n in own.items():
             counts[level] = counts.get(level, 0) + n
     return Column(
         kind,
         rows,
         missing,
-        counts=dict(sorted(counts.items())),
+        counts={level: counts[level] for level in _pooled_order([*map(list, of_levels)])},
         hidden=sum(c.hidden for c in columns),
         elements=sum(c.elements or 0 for c in columns) if kind == "group" else None,
     )
@@ -307,6 +337,8 @@ def _row(c: Column) -> dict[str, object]:
         said = "hidden" if c.mean is None else ""
     elif c.kind == "group":
         said = f"{c.elements} elements"
+    elif c.kind == "other":
+        said = f"dates, or text of more than {_MOST_LEVELS} values"
     elif c.kind == "levels":
         most = sorted(c.counts.items(), key=lambda pair: -pair[1])
         said = ", ".join(f"{k} {n}" for k, n in most[:_SHOWN])

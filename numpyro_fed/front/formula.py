@@ -4,12 +4,20 @@ import keyword
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from formulae.terms.terms import Model
 
 # functions that take means, sds and knots from the dictionary
 OWN = ("scale", "standardize", "center", "bs", "s")
 # formulae's, which read all rows that they are given
 _REFUSED = ("poly", "rescale", "binary")
 CHOSEN = re.compile(r"\bC\(\s*([\w.]+)")  # columns whose levels are coded as the formula says
+_MEND = (
+    "expected terms joined by +, -, * and :, groups such as (1 | hospital), and arithmetic and "
+    "comparisons inside I(), e.g. I(age / 10), I(drug == 'A')"
+)
 CALL = re.compile(rf"\b({'|'.join(OWN)})\(")
 # names in a written model
 _USED = {
@@ -68,10 +76,6 @@ def parse(text: object) -> Formula:
 
     :raises ValueError: for text that is no formula, has no outcome, or reads rows of other silos.
     """
-    try:
-        from formulae import model_description
-    except ImportError as error:
-        raise ImportError('fed.glmm needs formulae: pip install "numpyro-fed[formula]"') from error
     if not isinstance(text, str) or text.count("~") != 1:
         raise ValueError(f"formula: expected e.g. 'y ~ x + (1 | hospital)', got {text!r}")
     if "`" in text:
@@ -85,15 +89,14 @@ def parse(text: object) -> Formula:
                 f"formula: {name}() reads all rows, which no silo has; expected one of scale, "
                 "center, bs and s, or a column made beforehand"
             )
-    try:
-        found = model_description(text)
-    except Exception as error:
-        raise ValueError(f"formula {text!r}: {error}") from error
+    found = _resolved(text)
     common, smooths, reads = [], [], set()
     groups: dict[tuple[str, ...], list[str]] = {}
     for term in found.terms:
         kind = type(term).__name__
         reads |= set(term.expr.var_names if kind == "GroupSpecificTerm" else term.var_names)
+        if numbers := [x for x in reads if not isinstance(x, str)]:
+            raise ValueError(f"formula {text!r}: {numbers[0]!r} alone is no term; {_MEND}")
         if kind == "GroupSpecificTerm":
             factor = tuple(c.name for c in term.factor.components)
             inner = "1" if type(term.expr).__name__ == "Intercept" else term.expr.name
@@ -118,12 +121,57 @@ def parse(text: object) -> Formula:
     )
 
 
+def _resolved(text: str) -> "Model":
+    """Return the terms that formulae finds in a formula.
+
+    :raises ValueError: for text that it does not read, or of which it would leave out a part.
+    """
+    try:
+        from formulae.parser import Parser
+        from formulae.resolver import Resolver
+        from formulae.scanner import Scanner
+        from formulae.terms.terms import Model
+    except ImportError as error:
+        raise ImportError('fed.glmm needs formulae: pip install "numpyro-fed[formula]"') from error
+    if "||" in text:
+        raise ValueError(
+            f"formula {text!r}: expected one '|' in a group; effects that are not correlated are "
+            "correlated=False"
+        )
+    try:
+        parser = Parser(Scanner(text).scan())
+        expression = parser.parse()
+        if _has_power(expression):
+            raise ValueError("a power of one column is that column itself")
+        found = Resolver(expression).resolve()
+        found = found if isinstance(found, Model) else Model(found)
+    except Exception as error:
+        raise ValueError(f"formula {text!r}: {error}; {_MEND}") from error
+    # formulae ends quietly at a comparison
+    if not parser.at_end():
+        raise ValueError(f"formula {text!r}: cannot read it from {parser.peek().lexeme!r}; {_MEND}")
+    return found
+
+
+def _has_power(expression: object) -> bool:
+    """Return whether a column, not a sum in parentheses, is raised to a power outside of I()."""
+    operator = getattr(expression, "operator", None)
+    left = getattr(expression, "left", None)
+    if getattr(operator, "kind", "") == "STAR_STAR" and type(left).__name__ == "Variable":
+        return True
+    parts = (left, getattr(expression, "right", None), getattr(expression, "expression", None))
+    return any(_has_power(part) for part in parts if part is not None)
+
+
 def _rhs(terms: list[str]) -> str:
     return " + ".join(terms if "1" in terms else ["0", *terms])
 
 
 def _argument(call: str) -> str:
-    inside = call[call.index("(") + 1 : -1].split(",")[0].strip()
+    inside, *options = call[call.index("(") + 1 : -1].split(",")
+    inside = inside.strip()
+    if options and not call.startswith("bs("):
+        raise ValueError(f"formula: expected a column alone inside {call!r}")
     if not re.fullmatch(r"[\w.]+", inside):
         raise ValueError(
             f"formula: expected the name of a column inside {call!r}, got {inside!r}; make the "

@@ -23,6 +23,7 @@ from numpyro_fed.front.source import Parts, arguments, make, write
 from numpyro_fed.front.summary import check_columns, in_units, summary
 from numpyro_fed.front.tables import as_table, as_tables
 from numpyro_fed.results.check import SiloCheck, check
+from numpyro_fed.results.prior_sensitivity import prior_sensitivity
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -199,10 +200,22 @@ class GLMM:
         """
         check_columns(idata, self.coder)
         found = check(idata, self.model, self.silos, **options)
-        names = {f"slopes[{i}]": label for i, label in enumerate(self.coder.labels)}
-        sites = found.table["site"].replace(names)
-        shifts = found.shifts.rename(columns=names)
+        sites = found.table["site"].replace(self._names)
+        shifts = found.shifts.rename(columns=self._names)
         return replace(found, table=found.table.assign(site=sites), shifts=shifts)
+
+    def prior_sensitivity(self, idata: "InferenceData", **options: Any) -> "pd.DataFrame":
+        """Tell the prior's part by :func:`numpyro_fed.prior_sensitivity`, with columns' names.
+
+        :param options: of :func:`numpyro_fed.prior_sensitivity`.
+        """
+        check_columns(idata, self.coder)
+        return prior_sensitivity(idata, self.model, self.silos, **options).rename(self._names)
+
+    @property
+    def _names(self) -> dict[str, str]:
+        """The columns' names, by the coefficients' names in :attr:`model`."""
+        return {f"slopes[{i}]": label for i, label in enumerate(self.coder.labels)}
 
     def __repr__(self) -> str:
         lines = [f"{self.parts.title}", f"  family {self.parts.family}"]
@@ -267,8 +280,8 @@ def glmm(
         regression for each: ``{"bmi": "age + sex"}``, or ``{"bmi": "1"}``. The model must be linear
         in a column of numbers. At most one column of levels; see :mod:`numpyro_fed.front.holes`.
     :param priors: priors by name, in the columns' units: ``(mean, sd)`` or the sd of
-        ``"Intercept"`` or of a coefficient (``"age"``, ``"sex[M]"``), the scale of a group's or a
-        smooth's sds (``"hospital"``, ``"s(age)"``).
+        ``"Intercept"`` (at the columns' means) or of a coefficient (``"age"``, ``"sex[M]"``), the
+        scale of a group's or a smooth's sds (``"hospital"``, ``"s(age)"``).
     :param correlated: whether a group's effects are correlated.
     :return: the model. ``.source()`` prints it, ``.model`` and ``.silos`` go to every algorithm of
         the library, ``.fit()`` to :func:`numpyro_fed.fit`.

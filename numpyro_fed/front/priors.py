@@ -1,6 +1,6 @@
 """Priors of a model from a formula, scaled from the dictionary."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -40,10 +40,10 @@ def make_parts(coder: Coder, given: Mapping[str, Prior] | None, correlated: bool
         slopes.append((mean * scale, sd * scale))
     slopes += [(0.0, wide)] * len(coder.formula.smooths)
     smooths = {
-        f"s_{python_name(name)}": prior(f"s({name})", 0.0, wide)[1]
+        f"s_{python_name(name)}": _scale(f"s({name})", priors.pop(f"s({name})", wide))
         for name in coder.formula.smooths
     }
-    groups = [_group(g, coder, wide, priors, prior) for g in coder.formula.groups]
+    groups = [_group(g, coder, wide, priors) for g in coder.formula.groups]
     cuts = len(outcome.counts) - 1
     parameters = {
         name: text.replace("SD", f"{sd_y:.6g}").replace("CUTS", str(cuts))
@@ -67,20 +67,25 @@ def make_parts(coder: Coder, given: Mapping[str, Prior] | None, correlated: bool
     )
 
 
-def _group(
-    group: Group, coder: Coder, wide: float, priors: dict[str, Prior], prior: Callable
-) -> GroupPart:
+def _group(group: Group, coder: Coder, wide: float, priors: dict[str, Prior]) -> GroupPart:
     effects, scales = ["1"], [wide]
     if group.rhs != "1":
         design = coder.columns[group.name]
         effects = ["1"] * design.intercept + design.labels
         scales = [wide] * design.intercept + [wide / s for s in design.centers_and_scales()[1]]
     if group.name in priors:
-        common = prior(group.name, 0.0, wide)[1]
+        common = _scale(group.name, priors.pop(group.name))
         scales = [common * s / scales[0] for s in scales]
     crossing = coder.crossing.get(group.name)
     levels = None if crossing is None else len(crossing)
     return GroupPart(group.name, tuple(effects), tuple(scales), levels, coder.by(group))
+
+
+def _scale(name: str, value: object) -> float:
+    """Return the scale of sds, which have no mean."""
+    if isinstance(value, tuple):
+        raise ValueError(f"priors: {name!r}: expected the scale of its sds, a number, got {value}")
+    return _pair(name, value)[1]
 
 
 def _pair(name: str, value: object) -> tuple[float, float]:

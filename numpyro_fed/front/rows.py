@@ -83,7 +83,7 @@ class Coder:
         number = len(table[kept])
         if not number:
             raise ValueError(f"silo {silo!r}: no row has an outcome; leave the silo out")
-        self._check_missing(rows.drop(columns=list(holes)), silo)
+        _check_missing(rows.drop(columns=list(holes)), silo, fitting=outcome)
         filled = rows
         imputed: dict[str, np.ndarray] = {}
         for hole in self.holes:
@@ -122,7 +122,9 @@ class Coder:
         told = self.words.columns[first]
         if told.kind == "levels":
             values = column(table, first, silo)
-            levels = sorted(told.counts, key=_number if self.family == "ordinal" else str)
+            levels = list(told.counts)
+            if self.family == "ordinal":
+                levels.sort(key=_number)
             known = {level: i for i, level in enumerate(levels)}
             y = np.array([known.get(v, np.nan) for v in as_text(values)])
         else:
@@ -153,15 +155,6 @@ class Coder:
             made |= {"stratum": np.zeros(len(own["y"]), np.int32), "strata": np.zeros(1, np.int32)}
         return made
 
-    def _check_missing(self, rows: pd.DataFrame, silo: str) -> None:
-        missing = rows.isna().sum()
-        if missing.any():
-            name = missing.idxmax()
-            raise ValueError(
-                f"silo {silo!r}, column {name!r}: {missing[name]} of {len(rows)} values are "
-                f"missing; name a regression in impute={{{name!r}: '1'}}, or drop these rows"
-            )
-
     def _smooths(self, rows: pd.DataFrame, made: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         lines, bends = [], {}
         for name in self.formula.smooths:
@@ -179,9 +172,11 @@ class Coder:
         made: dict[str, np.ndarray] = {}
         if name in self.crossing:
             known = {label: i for i, label in enumerate(self.crossing[name])}
-            if unknown := sorted(set(labels) - known.keys()):
+            if unknown := sorted(set(labels.tolist()) - known.keys()):
                 raise ValueError(
-                    f"silo {silo!r}, group {name!r}: level {unknown[0]!r} is not in the dictionary"
+                    f"silo {silo!r}, group {name!r}: level {unknown[0]!r} is not in the "
+                    f"dictionary, which has {len(known)} levels; expected one of these, or tables "
+                    "that are described with a smaller min_count"
                 )
             made[name] = np.array([known[label] for label in labels], np.int32)
         else:
@@ -199,6 +194,17 @@ class Coder:
             one = np.ones((len(rows), int(design.intercept)))
             made[f"{name}_columns"] = _single(np.concatenate([one, x], 1))
         return made
+
+
+def _check_missing(rows: pd.DataFrame, silo: str, fitting: bool) -> None:
+    missing = rows.isna().sum()
+    if missing.any():
+        name = missing.idxmax()
+        mend = f"name a regression in impute={{{name!r}: '1'}}, or drop these rows"
+        raise ValueError(
+            f"silo {silo!r}, column {name!r}: {missing[name]} of {len(rows)} values are missing; "
+            + (mend if fitting else "expected rows without missing values")
+        )
 
 
 def element_names(table: pd.DataFrame, group: Group, silo: str, crosses: bool) -> np.ndarray:

@@ -69,6 +69,7 @@ class SiloCheck:
         coefficients.
     :ivar log_likelihood: log likelihood of each silo at the draws, ``(draws, silos)``.
     :ivar rows: check of the silos' rows (:class:`RowCheck`), or ``None``.
+    :ivar observed: names of the observed sites whose density is in ``elpd``.
     :ivar verdict: the fit's own verdict; ``None`` where it has none.
     :ivar log_evidence: log marginal likelihood of all data, and its Monte-Carlo error; ``None``
         where the draws were not weighted, or Pareto's k of the weights is above .7.
@@ -78,6 +79,7 @@ class SiloCheck:
     shifts: "pd.DataFrame"
     log_likelihood: np.ndarray
     rows: RowCheck | None
+    observed: tuple[str, ...]
     verdict: str | None
     log_evidence: tuple[float, float] | None
 
@@ -217,7 +219,9 @@ def check(
             density, others = log_mean(own, weight), weight @ values
             how = "weights" if k <= POOR else "failed weights"
         left_out.append(_LeftOut(*density, k, how, (others - mean) / sd))
-    return _collected(silos, names, left_out, terms, of_rows, posterior.attrs)
+    said = posterior.attrs.get("verdict"), _evidence(posterior.attrs)
+    tables = _tables(silos, names, left_out)
+    return SiloCheck(*tables, terms, of_rows, factors.observed, *said)
 
 
 def _askable(silos: Silos) -> RemoteSilos:
@@ -320,14 +324,10 @@ def _weights_hold(attrs: dict) -> bool:
     return max(attrs["pareto_k"], attrs.get("pareto_k_unit", 0)) <= POOR
 
 
-def _collected(
-    silos: Silos,
-    names: list[str],
-    rows: list[_LeftOut],
-    terms: np.ndarray,
-    of_rows: RowCheck | None,
-    attrs: dict,
-) -> SiloCheck:
+def _tables(
+    silos: Silos, names: list[str], rows: list[_LeftOut]
+) -> tuple["pd.DataFrame", "pd.DataFrame"]:
+    """Return the table of silos, and the shifts of coefficients."""
     import pandas as pd
 
     index = pd.Index(silos.names, name="silo")
@@ -345,4 +345,4 @@ def _collected(
         },
         index,
     )
-    return SiloCheck(table, shifts, terms, of_rows, attrs.get("verdict"), _evidence(attrs))
+    return table, shifts

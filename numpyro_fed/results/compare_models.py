@@ -28,7 +28,8 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
     are NaN where a check has no rows, and evidence where a fit has none. Nothing leaves a silo.
 
     Both standard errors take silos as the units, since the differences of single rows stay there.
-    It warns of models whose weights, or refits, fail for a silo: their elpd may be far off.
+    It warns of models that observe other sites than the first, and of models whose weights, or
+    refits, fail for a silo: their elpd may be far off.
 
     :param checks: for each model its :func:`check`.
     :return: a table with a row for each model.
@@ -71,15 +72,7 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
             raise ValueError(
                 f"expected checks of the same silos; {name!r} has others than {first!r}"
             )
-    for name, table in tables.items():
-        bad = list(table.index[~table["how"].isin(["weights", "refit"])])
-        if bad:
-            warnings.warn(
-                f"{name!r}: the weights, or the refit, of silos {bad} fail, so that its elpd may "
-                "be far off; where the column how of its check says 'failed weights', take "
-                "fed.check(..., refit=True)",
-                stacklevel=2,
-            )
+    _warn(checks)
     elpd = np.stack([table["elpd"].to_numpy(float) for table in tables.values()])
     best = int(elpd.sum(1).argmax())
     difference = elpd - elpd[best]
@@ -104,6 +97,27 @@ def compare_models(checks: Mapping[str, SiloCheck]) -> "pd.DataFrame":
         pd.Index(list(checks), name="model"),
     )
     return table.sort_values("elpd", ascending=False)
+
+
+def _warn(checks: Mapping[str, SiloCheck]) -> None:
+    """Warn of models of different data, and of those whose elpd is not known."""
+    first = next(iter(checks))
+    for name, one in checks.items():
+        if set(one.observed) != set(checks[first].observed):
+            warnings.warn(
+                f"{name!r} observes {sorted(one.observed)}, and {first!r} "
+                f"{sorted(checks[first].observed)}: their densities are of different data, unless "
+                "these are other names of the same; a column in impute= counts as data",
+                stacklevel=3,
+            )
+        bad = list(one.table.index[~one.table["how"].isin(["weights", "refit"])])
+        if bad:
+            warnings.warn(
+                f"{name!r}: the weights, or the refit, of silos {bad} fail, so that its elpd may "
+                "be far off; where the column how of its check says 'failed weights', take "
+                "fed.check(..., refit=True)",
+                stacklevel=3,
+            )
 
 
 def _of_rows(check: SiloCheck) -> np.ndarray:

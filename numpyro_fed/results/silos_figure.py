@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 _COLORS = {"alone": "#D55E00", "hierarchical": "#0072B2", "pooled": "#6B6B6B"}
 _HEIGHT = 0.12  # distance of a silo's two intervals, in rows
+_TALLEST = 36.0  # most inches of all silos
 
 
 def plot_silos(
@@ -57,7 +58,7 @@ def plot_silos(
     if unknown := sorted(set(alone or {}) - set(names)):
         raise ValueError(f"alone: expected silos of the fit, {names}, got {unknown}")
     if figure is None:
-        size = (7, 1.2 + 0.3 * len(names))
+        size = (7, 1.2 + min(0.3 * len(names), _TALLEST))
         figure = pyplot.figure(figsize=size, layout="constrained", facecolor="white")
     axis = figure.add_subplot()
     ends = (1 - prob) / 2, 0.5, (1 + prob) / 2
@@ -73,7 +74,8 @@ def plot_silos(
         color = _COLORS[label]
         axis.hlines(places, found[:, 0], found[:, 2], color=color, lw=1.6)
         axis.plot(found[:, 1], places, "o", color=color, ms=5, label=label)
-    axis.set_yticks(range(len(names)), names)
+    small = 72 * 0.7 * _TALLEST / len(names)  # points, where silos lie closer than 0.3 inches
+    axis.set_yticks(range(len(names)), names, fontsize=min(10.0, small))
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.set_xlabel(f"{hierarchical.name}: median and {100 * prob:g} % interval")
     axis.spines[["right", "top"]].set_visible(False)

@@ -108,6 +108,32 @@ def test_dates_and_free_text_are_not_described():
     assert not told["note"].counts
 
 
+def test_free_text_may_have_few_values_in_a_silo():
+    many = {"a": {"note": [f"n{i}" for i in range(60)]}, "b": {"note": ["n0"] * 9}}
+    told = fed.describe(many)
+    assert told.columns["note"].kind == "other"
+    assert not told.columns["note"].counts
+    assert "text of more than 50 values" in repr(told)
+
+
+@pytest.mark.parametrize(
+    ("own", "order"),
+    [
+        (["low", "mid", "high"], ["low", "mid", "high"]),
+        (["low", "high"], ["low", "mid", "high"]),  # a silo may lack a level
+        (["high", "mid", "low"], ["high", "low", "mid"]),  # of the alphabet, as silos differ
+    ],
+)
+def test_levels_are_in_the_order_of_the_silos(tmp_path, own, order):
+    other = ["low", "mid", "high"]
+    grades = {"a": own, "b": other}
+    tables = {s: {"grade": pd.Categorical(x * 4, x)} for s, x in grades.items()}
+    told = fed.describe(tables)
+    assert list(told.columns["grade"].counts) == order
+    told.save(tmp_path / "words.json")
+    assert list(fed.Dictionary.load(tmp_path / "words.json").columns["grade"].counts) == order
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet", "arrow", "dict"])
 def test_tables_of_all_kinds(tmp_path, kind):
     import pyarrow

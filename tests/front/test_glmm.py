@@ -419,9 +419,13 @@ def test_the_fit_of_another_formula_or_dictionary_is_refused():
 @pytest.mark.ci
 def test_a_check_has_the_terms_own_names():
     m = fed.glmm("died ~ age + sex", tables(), family="bernoulli")
-    found = m.check(m.fit(progress_bar=False, num_draws=400), progress_bar=False, rows=False)
+    idata = m.fit(progress_bar=False, num_draws=400)
+    found = m.check(idata, progress_bar=False, rows=False)
     assert set(found.shifts) == {"age", "sex[M]", "intercept"}
     assert set(found.table["site"]) <= set(found.shifts)
+    assert found.observed == ("y",)
+    told = m.prior_sensitivity(idata, progress_bar=False)
+    assert set(told.index) == set(found.shifts)
 
 
 def test_shares_of_levels_and_effects_of_new_elements():
@@ -622,6 +626,24 @@ REFUSED = {
     "words": (("real ~ age", tables()), {"words": {}}, "expected the result of fed.describe"),
     "priors": (("real ~ age", tables()), {"priors": [1]}, "priors: expected"),
     "poly": (("real ~ poly(age, 2)", tables()), {}, "reads all rows"),
+    "a comparison": (("real ~ sex == 'M'", tables()), {}, r"cannot read it from '=='; .* I\("),
+    "a group without parentheses": (("real ~ age | ward", tables()), {}, "cannot read it from '|'"),
+    "terms side by side": (("real ~ age sex", tables()), {}, "cannot read it from 'sex'"),
+    "a power": (("real ~ sex * (age**2)", tables()), {}, r"a power of one column .* I\("),
+    "a quotient": (("real ~ age/10", tables()), {}, r"numbers does not .* I\(age / 10\)"),
+    "a number": (("real ~ 2 * age", tables()), {}, "2 alone is no term"),
+    "two bars": (("real ~ (1 + age || ward)", tables()), {}, "correlated=False"),
+    "options of s": (("real ~ s(age, k=5)", tables()), {}, "a column alone inside"),
+    "a level that is not there": (
+        ('real ~ C(sex, Treatment("X"))', tables()),
+        {},
+        "reference not in levels; the levels are {'sex': .'F', 'M'.}",
+    ),
+    "a mean of sds": (
+        ("real ~ age + (1 | ward)", tables()),
+        {"priors": {"ward": (0.5, 1.0)}},
+        "'ward': expected the scale of its sds, a number",
+    ),
     "nested call": (("real ~ scale(np.log(dose))", tables()), {}, "name of a column inside"),
     "holes": (("real ~ dose", with_holes()), {}, "no column 'dose'"),
     "holes in rows": (
@@ -668,6 +690,21 @@ def test_what_is_refused(case):
     args, options, words = REFUSED[case]
     with pytest.raises(ValueError, match=words):
         fed.glmm(*args, **options)
+
+
+def test_a_sum_to_a_power_has_its_products():
+    m = fed.glmm("real ~ (age + sex)**2 + I(age**2)", tables())
+    assert m.coder.labels == ["age", "sex[M]", "age:sex[M]", "I(age ** 2)"]
+
+
+def test_levels_keep_the_order_of_a_categorical():
+    order = ["M", "F"]
+    own = {n: t.assign(sex=pd.Categorical(t["sex"], order)) for n, t in tables().items()}
+    assert fed.glmm("real ~ sex", own).coder.labels == ["sex[F]"]
+    assert fed.glmm("real ~ sex", tables()).coder.labels == ["sex[M]"]
+    m = fed.glmm("sex ~ age", own, family="bernoulli")
+    assert "of sex = 'F'" in repr(m)
+    np.testing.assert_array_equal(m.silos["oslo"]["y"], tables()["oslo"]["sex"] == "F")
 
 
 def test_a_line_through_zeros_and_ones_is_questioned():

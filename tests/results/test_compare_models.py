@@ -12,7 +12,7 @@ from numpyro_fed.results.compare_models import stacking_weights
 from numpyro_fed.results.row_check import RowCheck
 
 
-def made(elpd, evidence=None, names=("a", "b", "c"), loo=None):
+def made(elpd, evidence=None, names=("a", "b", "c"), loo=None, observed=("y",)):
     index = pd.Index(names, name="silo")
     table = pd.DataFrame(
         {"rows": [3, 4, 5], "elpd": elpd, "pareto_k": [0.1, 0.9, 0.2]}, index
@@ -21,7 +21,8 @@ def made(elpd, evidence=None, names=("a", "b", "c"), loo=None):
         places = pd.MultiIndex.from_product([["x", "y"], names[::-1]], names=["site", "silo"])
         loo = pd.DataFrame({"elpd": np.concatenate([loo[::-1], np.ones(3)])}, places)
         loo = RowCheck(loo, *[pd.DataFrame()] * 2)
-    return fed.SiloCheck(table, pd.DataFrame(index=index), np.zeros((1, 3)), loo, "sound", evidence)
+    shifts, terms = pd.DataFrame(index=index), np.zeros((1, 3))
+    return fed.SiloCheck(table, shifts, terms, loo, observed, "sound", evidence)
 
 
 def test_the_table():
@@ -40,6 +41,13 @@ def test_failed_weights_are_told():
     checks = {"one": made([-3.0, -4.0, -5.0]), "other": made([-4.0, -3.5, -9.0])}
     checks["other"].table.loc["b", "how"] = "failed weights"
     with pytest.warns(UserWarning, match=r"'other': the weights, or the refit, of silos \['b'\]"):
+        fed.compare_models(checks)
+
+
+def test_models_of_other_data_are_told():
+    one = np.array([-3.0, -4.0, -5.0])
+    checks = {"one": made(one), "other": made(one - 1, observed=("y", "bmi"))}
+    with pytest.warns(UserWarning, match=r"'other' observes \['bmi', 'y'\], and 'one' \['y'\]"):
         fed.compare_models(checks)
 
 
