@@ -11,7 +11,7 @@ second reference).
 
 References: Fitzmaurice & Laird (1993), Biometrika 80, 141-151 (the data); Hassan, Salomone &
 Mengersen (2023), Federated Variational Inference Methods for Structured Latent Variable Models,
-section S3.1 (as two silos).
+section S3.1 (as two silos, at random). The priors are ours: the text at hand lacks the paper's.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def silos(sizes: Sequence[int] = TWO, shuffled: bool = False) -> fed.Silos:
-    """Return silos of these sizes, in the published order (not smoking first) or at random."""
+    """Return silos of these sizes, of children sorted by smoking (not first) or at random."""
     y, smoke = data()
     by = np.repeat(np.arange(len(sizes)), sizes)
     return fed.split(

@@ -26,9 +26,25 @@ def test_the_example_runs_and_agrees_with_nuts(capsys):
     assert (table["error"] < 0.1 + 3 * table["mcse"]).all()
 
 
-def test_linked_pages_exist():
-    for page in re.findall(r"\]\((docs/[^)]+)\)", README):
-        assert (Path(__file__).parents[1] / page).is_file(), page
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_linked_pages_and_headings_exist():
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", root / "CHANGELOG.md", *(root / "docs").rglob("*.md")]
+    links = [(page, x) for page in pages for x in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    own = [(page, *x.partition("#")[::2]) for page, x in links if not x.startswith("http")]
+    assert len(own) > 200
+    wrong = [
+        f"{page.name}: {path}#{anchor}"
+        for page, path, anchor in own
+        if not (target := page.parent / path if path else page).exists()
+        or (anchor and anchor not in anchors(target))
+    ]
+    assert not wrong
 
 
 def test_import_is_light():

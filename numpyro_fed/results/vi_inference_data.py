@@ -26,7 +26,7 @@ from numpyro_fed.vi._base import FederatedVI
 from numpyro_fed.vi.config import FitConfig
 from numpyro_fed.vi.draws import Draws
 from numpyro_fed.vi.importance import POOR
-from numpyro_fed.vi.result import VIResult
+from numpyro_fed.vi.result import FARTHER, VIResult
 from numpyro_fed.vi.setup import Setup
 from numpyro_fed.vi.sites import constrained, globals_of
 
@@ -80,6 +80,8 @@ def vi_inference_data(
         log_evidence, error = found.evidence
         idata.posterior.attrs |= {"pareto_k": k, "pareto_k_of": judged}
         idata.posterior.attrs |= {"log_evidence": log_evidence, "log_evidence_error": error}
+    if result.falling:
+        warnings.warn(f"{result.said_of_loss}; {FARTHER}", stacklevel=3)
     if not unweighed and not k <= POOR:
         warnings.warn(
             f"Pareto's k of the approximation is {k:.2f} ({judged}), above {POOR}: q(theta) misses "
@@ -239,6 +241,7 @@ def _told(setup: Setup, params: dict, result: VIResult, found: Weighed) -> Facts
         "effective_draws": found.worth,
         "placed": int(found.placed),
         "mixture": found.mixture,
+        "falling": result.falling,
     }
     told |= {"learned": json.dumps(arrays), "networks": json.dumps(networks)}
     if setup.globals_alone:

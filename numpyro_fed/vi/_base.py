@@ -1,5 +1,6 @@
 """Variational fits in the shape of :class:`numpyro.infer.SVI`: wiring without mathematics."""
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from numpyro_fed.vi.participation import (
 from numpyro_fed.vi.remote import kept_by
 from numpyro_fed.vi.remote_rounds import RemoteRounds
 from numpyro_fed.vi.result import (
+    FARTHER,
     VIResult,
     global_params,
     local_params,
@@ -243,9 +245,9 @@ class FederatedVI(FitDefinition):
         :raises ValueError: for arguments out of range, before anything is compiled.
         :raises RuntimeError: where remote silos did not answer before the first round was made,
             naming them.
-        :warns UserWarning: when a loss is not finite (naming round and silo; the last finite state
-            is returned); after Ctrl-C, and where remote silos stay silent (the rounds so far are
-            returned); for silos that never took part.
+        :warns UserWarning: when the loss still falls at the end; when a loss is not finite (naming
+            round and silo; the last finite state is returned); after Ctrl-C, and where remote silos
+            stay silent (the rounds so far are returned); for silos that never took part.
         """
         if init_from is not None and init_state is not None:
             raise ValueError("init_from and init_state: expected one of them, got both")
@@ -276,7 +278,10 @@ class FederatedVI(FitDefinition):
         params = self._named(setup, average, state, True)
         whitening = setup.config.families[0].whitening(params)
         losses, partition = run.record["losses"], setup.partition()
-        return VIResult(params, state, losses, costs, partition, whitening, spent, run.stopped)
+        result = VIResult(params, state, losses, costs, partition, whitening, spent, run.stopped)
+        if result.falling:
+            warnings.warn(f"{result.said_of_loss}; {FARTHER}", stacklevel=2)
+        return result
 
     def _facts(
         self,

@@ -85,11 +85,10 @@ class RoundLocal(FitTask):
 
     wire_name = "RoundLocal"
     leaves = (
-        "The silo sends, in SFVI, its part of the bound and of the bound's gradient; in "
-        "SFVI-Avg, its bound, its number of rows and the global parameters after its steps; in "
-        "conducive rounds, its expected log likelihood, the change of its approximate factor, "
-        "and with optimizers its copies of the learned parameters and its share of the rows; and "
-        "in each, whether all is finite"
+        "SFVI: the silo's part of the bound, and of the bound's gradient. SFVI-Avg: its bound, its "
+        "number of rows, and the global parameters after its steps. Conducive rounds: its expected "
+        "log likelihood, and the change of its approximate factor; with optimizers also its copies "
+        "of the learned parameters, and its share of the rows. In each: whether all is finite"
     )
     numbers = (
         "for SFVI, up to 2 d numbers and the gradient in the message's network weights or guide "

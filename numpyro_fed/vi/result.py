@@ -23,7 +23,11 @@ from numpyro_fed.vi.loop import VIState
 from numpyro_fed.vi.participation import Participation
 from numpyro_fed.vi.setup import Setup, Totals
 
-_FEWEST = 20  # losses in a tenth of the rounds by which a fall is judged
+_FEWEST = 200  # rounds by which a fall is judged
+FARTHER = (
+    "run more rounds (init_state=result.state), or start where conducive rounds lead: "
+    "init_from=fed.ConduciveSFVI(model, guide).run(...)"
+)
 _ERRORS = 4.0  # standard errors that a mean has to fall to count: by chance once in 30,000 fits
 
 
@@ -58,28 +62,36 @@ class VIResult:
 
     @property
     def falling(self) -> float:
-        """Fall of the mean loss, in nats, from the last tenth of the rounds but one to the last.
+        """Fall of the mean loss, in nats, from the last quarter of the rounds but one to the last.
 
-        It is zero where fewer than 200 rounds or the noise of the losses (4 standard errors) do not
-        tell, and for a fit with privacy, which has no losses.
+        Where that is within the noise of the losses (4 standard errors), it is the fall from the
+        last tenth but one to the last, or zero if that is, too. It is zero for fewer than 200
+        rounds, and for a fit with privacy, which has no losses.
         """
-        n = len(self.losses) // 10
-        if n < _FEWEST or self.privacy is not None:
+        if len(self.losses) < _FEWEST or self.privacy is not None:
             return 0.0
-        before, last = self.losses[-2 * n : -n], self.losses[-n:]
-        fell, error = before.mean() - last.mean(), np.sqrt((before.var() + last.var()) / n)
-        return float(fell) if fell > _ERRORS * error else 0.0
+        for share in (4, 10):
+            n = len(self.losses) // share
+            before, last = self.losses[-2 * n : -n], self.losses[-n:]
+            fell, error = before.mean() - last.mean(), np.sqrt((before.var() + last.var()) / n)
+            if fell > _ERRORS * error:
+                return float(fell)
+        return 0.0
+
+    @property
+    def said_of_loss(self) -> str:
+        """Sentence on the loss of the last rounds."""
+        if self.privacy is not None:
+            return str(self.privacy)
+        tail = self.losses[-max(1, len(self.losses) // 10) :]
+        mean = tail.mean() if len(tail) else np.nan
+        fell = f"; it still fell, by {self.falling:.2g} nats: not converged" if self.falling else ""
+        return f"mean loss {mean:.2f} over the last {len(tail):,}{fell}"
 
     def __repr__(self) -> str:
-        tail = self.losses[-max(1, len(self.losses) // 10) :]
-        loss = str(self.privacy)
-        if self.privacy is None:
-            mean = tail.mean() if len(tail) else np.nan
-            loss = f"mean loss {mean:.2f} over the last {len(tail):,}"
-        if self.falling:
-            loss += f"; it still fell, by {self.falling:.2g} nats: not converged, run more rounds"
         shapes = ", ".join(f"{k}{shape_of(v)}" for k, v in self.params.items())
-        return f"VIResult: {len(self.losses):,} rounds, {loss}\n  params: {shapes}\n{self.ledger}"
+        head = f"VIResult: {len(self.losses):,} rounds, {self.said_of_loss}"
+        return f"{head}\n  params: {shapes}\n{self.ledger}"
 
 
 def global_params(result: VIResult, setup: Setup, params: dict) -> dict:

@@ -600,3 +600,33 @@ def test_an_interrupted_run_returns_what_it_has(monkeypatch):
         result = svi.run(random.key(1), 1000, silos, progress_bar=False)
     np.testing.assert_array_equal(result.losses, whole.losses)
     assert largest_gap(result.params, whole.params) == 0
+
+
+@pytest.mark.ci
+def test_a_start_far_away_is_told_and_conducive_rounds_mend_it():
+    def model(x, y):
+        b = numpyro.sample("b", dist.Normal(0, 1000).expand([2]).to_event(1))
+        sd = numpyro.sample("sd", dist.HalfNormal(1000))
+        with fed.silo_plate("rows", x.shape[0]):
+            numpyro.sample("y", dist.Normal(b[0] + b[1] * x, sd), obs=y)
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 50)).astype(np.float32)
+    y = (3 + 2 * x + rng.normal(size=x.shape)).astype(np.float32)
+    silos = fed.Silos({s: {"x": x[i], "y": y[i]} for i, s in enumerate(["oslo", "rome"])})
+    guide = fed.AutoSiloNormal(model)
+    svi = fed.SFVI(model, guide, optax.adam(0.01))
+    with pytest.warns(UserWarning, match="still fell.*init_from=fed.ConduciveSFVI"):
+        result = svi.run(random.key(0), 1000, silos, progress_bar=False)
+    assert "not converged" in repr(result)
+    with pytest.warns(UserWarning) as told:
+        idata = fed.to_inference_data(svi, result, silos, log_likelihood=False)
+    assert any("not converged" in str(w.message) for w in told)
+    assert idata.posterior.attrs["falling"] > 0
+    rounds = fed.ConduciveSFVI(model, guide)
+    start = rounds.run(random.key(0), 40, silos, tol=0.1, progress_bar=False)
+    result = svi.run(random.key(0), 1000, silos, init_from=start, progress_bar=False)
+    assert not result.falling
+    design = np.stack([np.ones(x.size), x.ravel()], 1)
+    exact = np.linalg.lstsq(design, y.ravel(), rcond=None)[0]
+    np.testing.assert_allclose(result.params["auto_loc"][:2], exact, atol=0.02)  # of sds of .1
