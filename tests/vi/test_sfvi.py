@@ -619,9 +619,8 @@ def test_a_start_far_away_is_told_and_conducive_rounds_mend_it():
     with pytest.warns(UserWarning, match="still fell.*init_from=fed.ConduciveSFVI"):
         result = svi.run(random.key(0), 1000, silos, progress_bar=False)
     assert "not converged" in repr(result)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(match="not converged"), pytest.warns(match="Pareto's k"):
         idata = fed.to_inference_data(svi, result, silos, log_likelihood=False)
-    assert any("not converged" in str(w.message) for w in told)
     assert idata.posterior.attrs["falling"] > 0
     rounds = fed.ConduciveSFVI(model, guide)
     start = rounds.run(random.key(0), 40, silos, tol=0.1, progress_bar=False)
