@@ -185,10 +185,15 @@ def _number(words: Dictionary, name: str) -> Column:
 def _known(words: Dictionary, name: str) -> Column:
     told = words.column(name)
     if told.kind not in ("number", "levels") or (told.kind == "number" and told.mean is None):
-        why = {"number": "hidden numbers", "other": "dates or free text", "group": "a group"}
+        why = {
+            "number": "hidden numbers",
+            "other": "dates, or text of more than 50 values",
+            "group": "a group",
+        }
         raise ValueError(
             f"column {name!r}: expected numbers or levels in the dictionary, got {why[told.kind]}; "
-            "make it a number, e.g. of days, or describe it with levels= or a smaller min_count"
+            "make it a number, e.g. of days, (pd.to_datetime(x) - pd.Timestamp('2020-01-01')) / "
+            "pd.Timedelta('1D'), or describe it with levels= or a smaller min_count"
         )
     return told
 

@@ -18,7 +18,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from numpyro_fed.front.tables import as_tables, as_text, column, is_time, numeric_text
+from numpyro_fed.front.tables import (
+    as_tables,
+    as_text,
+    column,
+    is_date_text,
+    is_time,
+    numeric_text,
+)
 
 _LEVELS = np.round(np.arange(0.05, 1.0, 0.05), 2)  # of the quantiles
 _SHOWN = 6  # levels in a line
@@ -209,7 +216,7 @@ def _described(
     min_count: int,
 ) -> Column:
     """Return what a silo says of a column."""
-    if is_time(table[name]):
+    if is_time(table[name]) or (name not in {*groups, *levels} and is_date_text(table[name])):
         return Column("other", int(table[name].notna().sum()), int(table[name].isna().sum()))
     values = column(table, name, silo)
     values = as_text(values) if name in {*groups, *levels} else values

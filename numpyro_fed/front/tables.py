@@ -1,7 +1,9 @@
 """Tables as silos have them: pandas, Arrow, polars, dictionaries of columns, CSV, Parquet."""
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +14,12 @@ from pandas.api.types import (
     is_datetime64_any_dtype,
     is_numeric_dtype,
     is_timedelta64_dtype,
+)
+
+# 2021-03-01, 2021/3/1, 1.3.2021 or 03/01/21, with or without a time
+_DATE = re.compile(
+    r"\s*(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|\d{2}))"
+    r"([T ]\d{1,2}:\d\d.*)?\s*$"
 )
 
 
@@ -127,6 +135,12 @@ def numbers(table: pd.DataFrame, name: str, silo: str) -> np.ndarray:
 def is_time(values: pd.Series) -> bool:
     """Return whether a column holds dates or durations."""
     return bool(is_datetime64_any_dtype(values) or is_timedelta64_dtype(values))
+
+
+def is_date_text(values: pd.Series) -> bool:
+    """Return whether a column holds dates that were read as text, as of a CSV file."""
+    known = [] if is_numeric_dtype(values) else values.dropna().unique().tolist()
+    return bool(known) and all(isinstance(x, str | date) and _DATE.match(str(x)) for x in known)
 
 
 def as_text(values: pd.Series) -> pd.Series:

@@ -1,5 +1,6 @@
 """Dictionaries: the pooled numbers from what silos say, and what they hide."""
 
+import datetime
 import json
 
 import numpy as np
@@ -101,11 +102,36 @@ def test_dictionaries_are_saved_and_joined(tmp_path):
     assert not any(f"{v!r}" in text for v in POOLED["x"].dropna()[:100])
 
 
-def test_dates_and_free_text_are_not_described():
-    table = {"day": pd.date_range("2020-01-01", periods=60), "note": [f"n{i}" for i in range(60)]}
+@pytest.mark.parametrize(
+    "days",
+    [
+        pd.date_range("2020-01-01", periods=60),
+        ["2020-01-02", None, "2020-03-04"] * 20,
+        ["1.2.2020", "28.11.2021"] * 30,
+        ["11/28/21", "02/01/20"] * 30,
+        ["2020-01-02 10:30", "2020-01-03T11:00:00Z"] * 30,
+        [datetime.date(2020, 1, 2), datetime.date(2020, 1, 3)] * 30,
+    ],
+    ids=["dates", "text", "points", "slashes", "times", "objects"],
+)
+def test_dates_and_free_text_are_not_described(days):
+    table = {"day": days, "note": [f"n{i}" for i in range(60)], "y": np.arange(60.0)}
     told = fed.describe({"a": table}).columns
     assert told["day"].kind == told["note"].kind == "other"
     assert not told["note"].counts
+    for column, words in {"day": "dates, or text", "note": "dates, or text"}.items():
+        with pytest.raises(ValueError, match=f"'{column}': expected numbers or levels.*{words}"):
+            fed.glmm(f"y ~ {column}", {"a": table})
+
+
+@pytest.mark.parametrize("levels", [["1.2", "1.3.1"], ["3-4", "5-6-7"], ["2020", "2021"]])
+def test_levels_that_look_like_dates_are_levels(levels):
+    assert fed.describe({"a": {"x": levels * 9}}).columns["x"].kind == "levels"
+
+
+def test_dates_may_name_groups():
+    told = fed.describe({"a": {"day": ["2020-01-02", "2020-01-03"] * 9}}, groups=["day"])
+    assert told.columns["day"].elements == 2
 
 
 def test_free_text_may_have_few_values_in_a_silo():
@@ -134,8 +160,9 @@ def test_levels_are_in_the_order_of_the_silos(tmp_path, own, order):
     assert list(fed.Dictionary.load(tmp_path / "words.json").columns["grade"].counts) == order
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow", "dict"])
+@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow", "polars", "dict"])
 def test_tables_of_all_kinds(tmp_path, kind):
+    import polars
     import pyarrow
 
     part = tables()["a"].reset_index(drop=True)
@@ -145,6 +172,7 @@ def test_tables_of_all_kinds(tmp_path, kind):
         "csv": tmp_path / "a.csv",
         "parquet": str(tmp_path / "a.parquet"),
         "arrow": pyarrow.Table.from_pandas(part),
+        "polars": polars.from_pandas(part),
         "dict": part.to_dict("list"),
     }[kind]
     assert fed.describe({"a": made}).columns == fed.describe({"a": part}).columns

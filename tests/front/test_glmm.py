@@ -785,3 +785,16 @@ def test_sleepstudy_as_lme4():
     assert post.attrs["verdict"] == "sound"
     assert abs(post["Intercept"].mean() - 251.405) < 0.3 * 6.825
     assert abs(post["b"].mean() - 10.467) < 0.3 * 1.546
+
+
+@pytest.mark.ci
+def test_a_silo_of_three_patients_takes_part():
+    small = {**tables(), "tiny": tables()["oslo"].iloc[:3]}
+    m = fed.glmm("real ~ age + sex + (1 | silo)", small)
+    idata = m.fit(progress_bar=False, num_draws=400)
+    assert idata.posterior.attrs["verdict"] == "sound"
+    assert idata.posterior["silo_element"].values.tolist()[-1] == "tiny"
+    found = m.check(idata, progress_bar=False)
+    assert found.table.loc["tiny", "rows"] == 3
+    assert np.isfinite(found.table["elpd"]).all()
+    assert found.rows.calibration.index.isin(["tiny"], level="silo").sum() == 0  # too few rows
