@@ -1,13 +1,19 @@
-"""What the library changes in JAX: batched LAPACK calls on machines of few cores."""
+"""What the library changes in JAX, and the private names of NumPyro and JAX that it uses."""
 
+import importlib
+import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
+from numpyro.infer import MCMC
 
 import numpyro_fed  # noqa: F401
 
@@ -73,3 +79,38 @@ def test_batched_calls_do_not_wait_for_each_other() -> None:
     assert together == "0"
     assert np.isfinite(float(total))
     assert int(run("", False)) > 0  # the control, which may hang where it runs
+
+
+def of_mcmc(name: str) -> Callable[[], object]:
+    """Return a search for an attribute that NumPyro's ``MCMC`` sets at some time."""
+
+    def look() -> None:
+        if f"self.{name}" not in inspect.getsource(MCMC):
+            raise AttributeError(f"MCMC sets no {name}")
+
+    return look
+
+
+PRIVATE = {
+    "infer.util._unconstrain_reparam": (numpyro, lambda: numpyro.infer.util._unconstrain_reparam),
+    "infer.util._transforms_from_trace": (
+        numpyro,
+        lambda: numpyro.infer.util._transforms_from_trace,
+    ),
+    "MaskedDistribution._mask": (numpyro, lambda: dist.Normal(0, 1).mask(jnp.ones(1, bool))._mask),
+    "MCMC._states": (numpyro, of_mcmc("_states")),
+    "MCMC._states_flat": (numpyro, of_mcmc("_states_flat")),
+    "MCMC._last_state": (numpyro, of_mcmc("_last_state")),
+    "MCMC._args": (numpyro, of_mcmc("_args")),
+    "MCMC._kwargs": (numpyro, of_mcmc("_kwargs")),
+    "_src.compilation_cache": (jax, lambda: importlib.import_module("jax._src.compilation_cache")),
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_a_private_name_is_where_the_library_looks_for_it(name) -> None:
+    package, look = PRIVATE[name]
+    try:
+        look()
+    except (AttributeError, ImportError) as error:
+        pytest.fail(f"{package.__name__} {package.__version__} has moved {name}: {error}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from numpyro_fed.engines.flower_commands import QUIET, link_command, node_command, write_app
-from numpyro_fed.engines.side import Side, printable
+from numpyro_fed.engines.side import Side, not_importable, printable
 
 for _key, _value in QUIET.items():
     os.environ.setdefault(_key, _value)
@@ -35,7 +35,7 @@ try:
         records_of,
     )
 except ImportError as error:
-    raise ImportError('Flower is not installed; pip install "numpyro-fed[flower]"') from error
+    raise not_importable("Flower", "flwr", "flower", error) from error
 
 __all__ = [
     "QUIET",

@@ -23,14 +23,17 @@ from typing import TYPE_CHECKING
 from numpyro_fed.engines.flower import ClientApp, Context, Error, Message, RecordDict
 from numpyro_fed.engines.flower_commands import exit_at_sigterm
 from numpyro_fed.engines.flower_registry import RAISED
+from numpyro_fed.engines.side import not_importable
 
-# isort: split
-import httpx
-from flwr.supercore import heartbeat
-from flwr.supercore.inflatable import inflatable_object, inflatable_utils
-from flwr.supercore.retry import http_retry
-from flwr.supercore.run import RunNotRunningException
-from flwr.supernode import fleet_http_connection
+try:
+    import httpx
+    from flwr.supercore import heartbeat
+    from flwr.supercore.inflatable import inflatable_object, inflatable_utils
+    from flwr.supercore.retry import http_retry
+    from flwr.supercore.run import RunNotRunningException
+    from flwr.supernode import fleet_http_connection
+except ImportError as error:
+    raise not_importable("Flower", "flwr", "flower", error) from error
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import (

@@ -23,6 +23,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from numpyro_fed.engines.side import not_importable
+
 try:
     from nvflare.apis.app_validation import AppValidationKey
     from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
@@ -41,10 +43,7 @@ try:
     from nvflare.private.fed.client.shell_cmd import ShellCommandProcessor
     from nvflare.utils.process_utils import ProcessAdapter
 except ImportError as error:
-    raise ImportError(
-        "numpyro_fed.engines.nvflare needs NVFLARE, which is not installed: pip install "
-        '"numpyro-fed[nvflare]"'
-    ) from error
+    raise not_importable("NVFLARE", "nvflare", "nvflare", error) from error
 
 from numpyro_fed._typing import Facts
 from numpyro_fed.engines.nvflare_jobs import (
