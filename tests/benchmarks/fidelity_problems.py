@@ -79,9 +79,9 @@ class Problem:
         return groups
 
 
-def site(name: str) -> Callable[[Draws], Draws]:
-    """Return the model's own local site."""
-    return lambda draws: {name: draws[name]}
+def site(*names: str) -> Callable[[Draws], Draws]:
+    """Return the model's own local sites."""
+    return lambda draws: {name: draws[name] for name in names}
 
 
 def scaled(**pairs: str) -> Callable[[Draws], Draws]:

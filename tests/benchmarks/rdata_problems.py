@@ -118,7 +118,9 @@ def slopes_problem(package: str, name: str, unit: str, x: str, y: str, num_silos
         columns = {"x": standard(table[x]), "y": standard(table[y])}
         return with_units(columns, table[unit], num_silos)
 
-    return Problem(slopes, silos, ("mean",), ("tau", "noise"), "root", target_accept_prob=0.9)
+    return Problem(
+        slopes, silos, ("mean",), ("tau", "noise"), "root", site("z"), target_accept_prob=0.9
+    )
 
 
 def nested(y, cask, casks, batches):  # type: ignore[no-untyped-def]
@@ -250,8 +252,8 @@ def veteran() -> fed.Silos:
     return with_units(columns, table["celltype"], table["celltype"])
 
 
-_ITEMS: tuple = (("easy",), ("spread",))
-_SLOPES: tuple = (("easy",), ("spread", "slope"))
+_ITEMS: tuple = (("easy",), ("spread",), "", site("ability"))
+_SLOPES: tuple = (("easy",), ("spread", "slope"), "", site("ability"))
 
 PROBLEMS = {
     "dyestuff": one_way_problem("lme4", "Dyestuff", "Batch", "Yield", 6),
@@ -267,9 +269,14 @@ PROBLEMS = {
         ("tau", "sigma", "noise"),
         local=scaled(z="sigma"),
     ),
-    "pastes": Problem(nested, pastes, ("mean",), ("tau", "sigma", "noise")),
+    "pastes": Problem(nested, pastes, ("mean",), ("tau", "sigma", "noise"), local=site("b", "c")),
     "theophylline": Problem(
-        theophylline.model, theophylline.silos, ("mean",), ("tau", "noise"), target_accept_prob=0.9
+        theophylline.model,
+        theophylline.silos,
+        ("mean",),
+        ("tau", "noise"),
+        local=site("z"),
+        target_accept_prob=0.9,
     ),
     "cbpp": intercept_problem(binomial, 3, cbpp),
     "epil": intercept_problem(poisson, 4, epil),
@@ -292,7 +299,9 @@ PROBLEMS = {
         verbal_aggression.model_two_parameters, verbal_aggression.silos, *_SLOPES
     ),
     "wine": Problem(wine.model, wine.silos, ("beta", "cuts"), ("sigma",), local=scaled(z="sigma")),
-    "kidney": Problem(catheters, kidney, ("intercept", "beta"), ("shape", "sigma")),
+    "kidney": Problem(
+        catheters, kidney, ("intercept", "beta"), ("shape", "sigma"), local=site("z")
+    ),
     "veteran": Problem(cox, veteran, ("beta",)),
     "kidney_strata": Problem(
         kidney_strata.model,
@@ -302,7 +311,9 @@ PROBLEMS = {
         local=scaled(z="sigma"),
         target_accept_prob=0.9,
     ),
-    "lung_deaths": Problem(lung_deaths.model, lung_deaths.silos, ("wave",), ("drift", "noise")),
+    "lung_deaths": Problem(
+        lung_deaths.model, lung_deaths.silos, ("wave",), ("drift", "noise"), local=site("step")
+    ),
     "body_weight": Problem(
         body_weight.model,
         body_weight.silos,
