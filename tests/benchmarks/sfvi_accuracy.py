@@ -122,9 +122,11 @@ def federated(
             )
         samples = {k: v.values[0] for k, v in idata.posterior.data_vars.items()}
         out[resample] = parameters(samples, scales)
+        if not resample:
+            k = idata.posterior.attrs["pareto_k"]
     facts = {
         "bound": -result.losses[-max(1, len(result.losses) // 10) :].mean(),
-        "k": idata.posterior.attrs["pareto_k"],
+        "k": k,
         "size": sum(result.ledger.bytes_up) / 1e3,
         "seconds": seconds,
     }
