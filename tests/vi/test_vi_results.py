@@ -515,8 +515,8 @@ def test_a_loss_that_still_falls_is_not_converged() -> None:
     for slope, falls in ((0.0, False), (0.01, True), (-0.01, False)):
         result = replace(three_rounds(), losses=noise - slope * np.arange(4_000))
         assert ("not converged" in repr(result)) == (result.falling > 0) == falls
-        if falls:  # 400 rounds of slope .01, within 4 standard errors of two means of 400
-            assert abs(result.falling - 4.0) < 4 * 5 * (2 / 400) ** 0.5
+        if falls:  # 1,000 rounds of slope .01, within 4 standard errors of two means of 1,000
+            assert abs(result.falling - 10.0) < 4 * 5 * (2 / 1000) ** 0.5
     assert replace(three_rounds(), losses=-1e3 * np.arange(150.0)).falling == 0.0
 
 
