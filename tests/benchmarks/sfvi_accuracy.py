@@ -122,11 +122,9 @@ def federated(
             )
         samples = {k: v.values[0] for k, v in idata.posterior.data_vars.items()}
         out[resample] = parameters(samples, scales)
-        if not resample:
-            k = idata.posterior.attrs["pareto_k"]
     facts = {
         "bound": -result.losses[-max(1, len(result.losses) // 10) :].mean(),
-        "k": k,
+        "k": idata.posterior.attrs["pareto_k"],  # of the resampled draws
         "size": sum(result.ledger.bytes_up) / 1e3,
         "seconds": seconds,
     }
