@@ -7,7 +7,6 @@ dictionary, too, instead of the rows at hand.
 
 import contextlib
 import io
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
@@ -15,14 +14,13 @@ import numpy as np
 import pandas as pd
 from scipy.interpolate import BSpline
 
+from numpyro_fed.front.calls import take_out
 from numpyro_fed.front.dictionary import Column, Dictionary
 from numpyro_fed.front.formula import CALL
 from numpyro_fed.front.tables import as_text, column
 
 _SMOOTH = 8  # B-splines of s()
 _KEEP = "dictionary_"
-# C(drug, Treatment("none")) is "drug" in the name of a column: drug[A]
-_LEVELS = re.compile(r"\bC\(([\w.]+)(?:, *\w+(?:\([^()]*\))?)?\)")
 
 
 class _Matrix(Protocol):
@@ -46,12 +44,12 @@ class Design:
         self.reads = tuple(reads)
         self._words = words
         self._own = _own_functions(words)
-        self.intercept = "1" in rhs.split(" + ")
+        self.intercept = rhs.split(" + ")[0] == "1"
         self._matrix = None if rhs in ("0", "1") else self._made(CALL.sub(rf"{_KEEP}\1(", rhs))
         terms = self._matrix.terms.values() if self._matrix else []
         #: names of the columns, without the intercept
         self.labels = [
-            _LEVELS.sub(r"\1", label.replace(_KEEP, ""))
+            _in_full(label.replace(_KEEP, ""), rhs)
             for term in terms
             if term.kind not in ("intercept", "offset")
             for label in term.labels
@@ -82,6 +80,9 @@ class Design:
     def _check_rows(self, rhs: str) -> None:
         """Raise a ``ValueError`` if the columns of a row depend on other rows."""
         made = _drawn(self._words, self.reads, rows=64)
+        rng = np.random.default_rng(1)
+        for name in made.select_dtypes("number"):  # no two alike, so that a minimum is of one half
+            made[name] *= 1 + 0.1 * rng.random(len(made))
         half = len(made) // 2
         both = [self.columns(made.iloc[rows])[0] for rows in (slice(half), slice(half, None))]
         whole = self.columns(made)[0]
@@ -122,6 +123,15 @@ class Design:
                 told = self._words.columns[label]
                 mean[i], sd[i] = told.mean or 0.0, told.sd or 0.0
         return mean, np.where(sd > 0, sd, 1.0)
+
+
+def _in_full(label: str, rhs: str) -> str:
+    """Return formulae's label of a column with the parentheses inside its calls."""
+    from formulae import model_description
+
+    for call in take_out(rhs).calls:
+        label = label.replace(model_description(f"0 + {call}").terms[0].name, call)
+    return label
 
 
 def clean(

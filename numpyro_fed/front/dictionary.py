@@ -7,10 +7,12 @@ than ``min_count`` rows stand behind is hidden, and said to be. So is the next l
 hidden would follow from the rest, and the mean of two values of which one is so rare.
 """
 
+import copy
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
@@ -97,6 +99,24 @@ class Dictionary:
         if name not in self.columns:
             raise ValueError(f"no silo has a column {name!r}; there are {sorted(self.columns)}")
         return self.columns[name]
+
+    def led_by(self, first: Mapping[str, str]) -> "Dictionary":
+        """Return the dictionary with other first levels, with which others are compared.
+
+        :raises ValueError: for a level that the column does not have.
+        """
+        columns = dict(self.columns)
+        for name, level in first.items():
+            counts = self.column(name).counts
+            if level not in counts:
+                raise ValueError(
+                    f"column {name!r}: expected a reference among its levels {list(counts)}, got "
+                    f"{level!r}"
+                )
+            columns[name] = replace(columns[name], counts={level: counts[level], **counts})
+        led = copy.copy(self)
+        led.columns = columns
+        return led
 
     @classmethod
     def load(cls, *paths: str | Path) -> "Dictionary":
@@ -236,13 +256,21 @@ def _described(
         quantiles = tuple((float(p), float(q)) for p, q in zip(inside, at, strict=True))
         return Column("number", rows, missing, float(x.mean()), float(x.std()), quantiles)
     counts = known.value_counts()
-    order = _order(table[name], sorted(counts.index))
+    order = _order(table[name], _sorted(counts.index))
     if len(counts) > _MOST_LEVELS and name not in levels:
         return Column("other", rows, missing)
     shown = {level: int(counts[level]) for level in order if counts[level] >= min_count}
     if shown and 0 < rows - sum(shown.values()) < min_count:  # the rest would be known
         del shown[min(shown, key=lambda level: shown[level])]
     return Column("levels", rows, missing, counts=shown, hidden=rows - sum(shown.values()))
+
+
+def _sorted(levels: Iterable[str]) -> list[str]:
+    """Return levels in the order of numbers, where all are, or of the alphabet."""
+    try:
+        return sorted(levels, key=float)
+    except ValueError:
+        return sorted(levels)
 
 
 def _order(values: pd.Series, levels: list[str]) -> list[str]:
@@ -255,16 +283,20 @@ def _order(values: pd.Series, levels: list[str]) -> list[str]:
 
 def _pooled_order(orders: Sequence[Sequence[str]]) -> list[str]:
     """Return the levels of all silos in an order that is each silo's, or of the alphabet."""
-    levels = sorted(set().union(*orders))
-    if all(list(order) == sorted(order) for order in orders):
+    levels = _sorted(set().union(*orders))
+    own = [order for order in orders if list(order) != _sorted(order)]  # text has no order
+    if not own:
         return levels
     after: dict[str, set[str]] = {level: set() for level in levels}
-    for order in orders:
+    for order in own:
         for before, level in pairwise(order):
             after[level].add(before)
     try:
         return list(TopologicalSorter(after).static_order())
     except CycleError:
+        warnings.warn(
+            f"silos have the levels {levels} in different orders; this one is taken", stacklevel=5
+        )
         return levels
 
 

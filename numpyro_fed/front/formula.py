@@ -2,9 +2,11 @@
 
 import keyword
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from numpyro_fed.front.calls import Calls, take_out
 
 if TYPE_CHECKING:
     from formulae.terms.terms import Model
@@ -12,11 +14,10 @@ if TYPE_CHECKING:
 # functions that take means, sds and knots from the dictionary
 OWN = ("scale", "standardize", "center", "bs", "s")
 # formulae's, which read all rows that they are given
-_REFUSED = ("poly", "rescale", "binary")
-CHOSEN = re.compile(r"\bC\(\s*([\w.]+)")  # columns whose levels are coded as the formula says
+_REFUSED = ("poly", "rescale", "binary", "B")
 _MEND = (
     "expected terms joined by +, -, * and :, groups such as (1 | hospital), and arithmetic and "
-    "comparisons inside I(), e.g. I(age / 10), I(drug == 'A')"
+    "comparisons inside I(), e.g. I(age ** 2), I(age / 10), I(drug == 'A')"
 )
 CALL = re.compile(rf"\b({'|'.join(OWN)})\(")
 # names in a written model
@@ -54,6 +55,7 @@ class Formula:
     :param smooths: columns inside ``s()``.
     :param groups: the groups, one for each factor.
     :param reads: the columns that it reads.
+    :param chosen: reference level of each column inside ``C()``, ``None`` where it names none.
     """
 
     text: str
@@ -62,6 +64,7 @@ class Formula:
     smooths: tuple[str, ...]
     groups: tuple[Group, ...]
     reads: tuple[str, ...]
+    chosen: Mapping[str, str | None]
 
 
 def python_name(text: str) -> str:
@@ -84,12 +87,15 @@ def parse(text: object) -> Formula:
             "e.g. table.rename(columns={'blood pressure': 'blood_pressure'})"
         )
     for name in _REFUSED:
-        if re.search(rf"\b{name}\(", text):
+        if re.search(rf"\b{name}\s*\(", text):
             raise ValueError(
                 f"formula: {name}() reads all rows, which no silo has; expected one of scale, "
                 "center, bs and s, or a column made beforehand"
             )
-    found = _resolved(text)
+    left, right = text.split("~")
+    masked = take_out(right)
+    _check_groups(masked.text)
+    found = _resolved(text, masked)
     common, smooths, reads = [], [], set()
     groups: dict[tuple[str, ...], list[str]] = {}
     for term in found.terms:
@@ -100,15 +106,16 @@ def parse(text: object) -> Formula:
         if kind == "GroupSpecificTerm":
             factor = tuple(c.name for c in term.factor.components)
             inner = "1" if type(term.expr).__name__ == "Intercept" else term.expr.name
-            groups.setdefault(factor, []).append(inner)
+            groups.setdefault(factor, []).append(_checked(masked.put_back(inner), in_group=True))
         elif kind == "Intercept":
             common.append("1")
-        elif term.name.startswith("s("):
-            smooths.append(_argument(term.name))
+        elif (name := masked.put_back(term.name)).startswith("s(") and ":" not in term.name:
+            smooths.append(_argument(name))
         elif kind != "NegatedIntercept":
-            common.append(term.name)
+            common.append(_checked(name, in_group=False))
     _check_calls([*common, *(x for inner in groups.values() for x in inner)])
-    outcome = _outcome(text.split("~")[0].strip())
+    outcome = _outcome(left.strip())
+    reads = set().union(*(masked.reads(name) for name in reads if name))
     if both := reads & {*outcome}:
         raise ValueError(f"formula {text!r}: {min(both)!r} is on both sides")
     return Formula(
@@ -117,13 +124,32 @@ def parse(text: object) -> Formula:
         _rhs(common),
         tuple(smooths),
         tuple(Group(factor, _rhs(inner)) for factor, inner in groups.items()),
-        tuple(sorted(name for name in reads if name)),
+        tuple(sorted(reads)),
+        masked.chosen,
     )
 
 
-def _resolved(text: str) -> "Model":
+def _checked(term: str, in_group: bool) -> str:
+    """Return a term; raise a ``ValueError`` for an offset that is no term by itself."""
+    if "offset(" in term and (in_group or not term.startswith("offset(") or "):" in term):
+        raise ValueError(f"formula: expected offset() as a term by itself, got {term!r}")
+    return term
+
+
+def _check_groups(text: str) -> None:
+    """Raise a ``ValueError`` for two groups of one factor, lme4's way of no correlation."""
+    factors = ["".join(x.split()) for x in re.findall(r"\|([^|()]*)\)", text)]
+    if twice := [x for x in factors if factors.count(x) > 1]:
+        raise ValueError(
+            f"formula: two groups of {twice[0]!r}; expected one, (... | {twice[0]}), with "
+            "correlated=False where its effects are not correlated"
+        )
+
+
+def _resolved(text: str, masked: Calls) -> "Model":
     """Return the terms that formulae finds in a formula.
 
+    :param masked: its right-hand side without calls.
     :raises ValueError: for text that it does not read, or of which it would leave out a part.
     """
     try:
@@ -133,13 +159,15 @@ def _resolved(text: str) -> "Model":
         from formulae.terms.terms import Model
     except ImportError as error:
         raise ImportError('fed.glmm needs formulae: pip install "numpyro-fed[formula]"') from error
+    if "[" in masked.text:
+        raise ValueError(f"formula {text!r}: expected columns, not single levels; {_MEND}")
     if "||" in text:
         raise ValueError(
             f"formula {text!r}: expected one '|' in a group; effects that are not correlated are "
             "correlated=False"
         )
     try:
-        parser = Parser(Scanner(text).scan())
+        parser = Parser(Scanner(f"outcome ~ {masked.text}").scan())
         expression = parser.parse()
         if _has_power(expression):
             raise ValueError("a power of one column is that column itself")
@@ -149,7 +177,8 @@ def _resolved(text: str) -> "Model":
         raise ValueError(f"formula {text!r}: {error}; {_MEND}") from error
     # formulae ends quietly at a comparison
     if not parser.at_end():
-        raise ValueError(f"formula {text!r}: cannot read it from {parser.peek().lexeme!r}; {_MEND}")
+        rest = masked.put_back(parser.peek().lexeme)
+        raise ValueError(f"formula {text!r}: cannot read it from {rest!r}; {_MEND}")
     return found
 
 
@@ -164,7 +193,8 @@ def _has_power(expression: object) -> bool:
 
 
 def _rhs(terms: list[str]) -> str:
-    return " + ".join(terms if "1" in terms else ["0", *terms])
+    others = [term for term in terms if term != "1"]
+    return " + ".join(["1" if "1" in terms else "0", *others])
 
 
 def _argument(call: str) -> str:

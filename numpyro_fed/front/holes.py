@@ -79,8 +79,12 @@ class Hole:
             made[f"{self.name}_change"] = np.stack(changes, 1) / scale
         else:
             mean, sd = self.told.mean or 0.0, self.told.sd or 1.0
-            up, down = (common.columns(self.filled(rows, mean + d * sd))[0] - base for d in (1, -1))
-            if not np.allclose(up, -down, rtol=1e-6, atol=1e-9 * np.abs(base).max(initial=1.0)):
+            up, *others = (
+                (common.columns(self.filled(rows, mean + d * sd))[0] - base) / d
+                for d in (1, -1, 0.37, 5)
+            )
+            near = {"rtol": 1e-6, "atol": 1e-9 * np.abs(base).max(initial=1.0)}
+            if not all(np.allclose(up, other, **near) for other in others):
                 raise ValueError(
                     f"impute: the model's columns are not linear in {self.column!r}; expected it "
                     "alone, in scale() or center(), or in a product with other columns"

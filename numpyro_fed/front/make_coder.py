@@ -6,10 +6,11 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
+from numpyro_fed.front.calls import columns_in, take_out
 from numpyro_fed.front.design import Design
 from numpyro_fed.front.dictionary import Dictionary, describe
 from numpyro_fed.front.families import FAMILIES
-from numpyro_fed.front.formula import CHOSEN, Formula, parse
+from numpyro_fed.front.formula import Formula, parse
 from numpyro_fed.front.holes import Hole
 from numpyro_fed.front.rows import Coder, group_labels
 
@@ -37,6 +38,7 @@ def make_coder(
     regressions = _check_impute(impute, formula)
     if words is None:
         words = _described(formula, tables, family, regressions, event, weights)
+    words = words.led_by({k: v for k, v in formula.chosen.items() if v is not None})
     return _coder(formula, family, words, crossing, regressions, event, weights)
 
 
@@ -115,7 +117,7 @@ def _described(
             raise ValueError(
                 f"silo {silo!r}: no column {lacking[0]!r}; there are {sorted(table.columns)}"
             )
-    levels = {*CHOSEN.findall(parts.rhs), *({"silo"} & names)} & names
+    levels = {*parts.chosen, *({"silo"} & names)} & names
     levels |= {*parts.outcome} if family == "ordinal" else set()
     kept = {s: t[[c for c in sorted(names) if c in t]] for s, t in tables.items()}
     return describe(kept, levels=sorted(levels), min_count=1)
@@ -130,7 +132,7 @@ def _coder(
     event: str | None,
     weights: str | None,
 ) -> Coder:
-    for name in CHOSEN.findall(parts.rhs):
+    for name in parts.chosen:
         if name in words.columns and words.columns[name].kind == "number":
             raise ValueError(
                 f"column {name!r}: C() expects levels, got numbers; describe the tables with "
@@ -194,6 +196,11 @@ def _check_impute(impute: object, parts: Formula) -> Regressions:
                 f"or '1', got {rhs!r}"
             )
         regression = parse(f"y ~ {rhs}")
+        if regression.chosen or "offset(" in regression.rhs or not regression.rhs.startswith("1"):
+            raise ValueError(
+                f"impute: the regression of {name!r}: expected an intercept, and no C() and no "
+                f"offset(), got {rhs!r}; levels= of fed.describe names codes of levels"
+            )
         if used := sorted({*regression.reads} & {*parts.outcome}):
             raise ValueError(
                 f"impute: the regression of {name!r} has the outcome {used}; expected other "
@@ -205,6 +212,11 @@ def _check_impute(impute: object, parts: Formula) -> Regressions:
                 f"groups and no s(), got {rhs!r}"
             )
         found[str(name)] = regression.rhs, regression.reads
+    for call in take_out(parts.rhs).calls:
+        inside = columns_in(call) & found.keys()
+        if len(inside) > 1 or (inside and call.startswith("offset(")):
+            number = "no" if call.startswith("offset(") else "one"
+            raise ValueError(f"impute: expected {number} column with holes in {call!r}")
     together = [t for t in parts.rhs.split(" + ") if sum(n in t.split(":") for n in found) > 1]
     if together:
         raise ValueError(f"impute: {together[0]!r} is a product of two columns with holes")

@@ -38,6 +38,8 @@ def as_tables(data: object) -> dict[str, pd.DataFrame]:
             f"got {type(data).__name__}; a pooled table is split by "
             "dict(iter(table.groupby('hospital')))"
         )
+    if len({str(name) for name in data}) < len(data):
+        raise ValueError(f"tables: two silos of one name, as text, among {list(data)}")
     return {str(name): as_table(table, str(name)) for name, table in data.items()}
 
 

@@ -147,7 +147,7 @@ def test_free_text_may_have_few_values_in_a_silo():
     [
         (["low", "mid", "high"], ["low", "mid", "high"]),
         (["low", "high"], ["low", "mid", "high"]),  # a silo may lack a level
-        (["high", "mid", "low"], ["high", "low", "mid"]),  # of the alphabet, as silos differ
+        (["high", "low", "mid"], ["low", "mid", "high"]),  # text has no order
     ],
 )
 def test_levels_are_in_the_order_of_the_silos(tmp_path, own, order):
@@ -158,6 +158,23 @@ def test_levels_are_in_the_order_of_the_silos(tmp_path, own, order):
     assert list(told.columns["grade"].counts) == order
     told.save(tmp_path / "words.json")
     assert list(fed.Dictionary.load(tmp_path / "words.json").columns["grade"].counts) == order
+
+
+def test_other_orders_are_told():
+    tables = {
+        s: {"grade": pd.Categorical(x * 4, x)}
+        for s, x in {"a": ["2", "1"], "b": ["1", "2"]}.items()
+    }
+    assert list(fed.describe(tables).columns["grade"].counts) == ["2", "1"]
+    opposed = {"a": ["low", "mid", "high"], "b": ["high", "mid", "low"]}
+    tables = {s: {"grade": pd.Categorical(x * 4, x)} for s, x in opposed.items()}
+    with pytest.warns(UserWarning, match=r"\['high', 'low', 'mid'\] in different orders"):
+        fed.describe(tables)
+
+
+def test_codes_are_in_the_order_of_numbers():
+    told = fed.describe({"a": {"code": [10, 2, 9] * 3}}, levels=["code"])
+    assert list(told.columns["code"].counts) == ["2", "9", "10"]
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "arrow", "polars", "dict"])

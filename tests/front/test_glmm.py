@@ -1,5 +1,6 @@
 """Models from a formula: alike in all silos, and the densities that their families promise."""
 
+import ast
 import functools
 import warnings
 
@@ -633,11 +634,43 @@ REFUSED = {
     "a quotient": (("real ~ age/10", tables()), {}, r"numbers does not .* I\(age / 10\)"),
     "a number": (("real ~ 2 * age", tables()), {}, "2 alone is no term"),
     "two bars": (("real ~ (1 + age || ward)", tables()), {}, "correlated=False"),
+    "two groups of a factor": (
+        ("real ~ (1 | ward) + (0 + age | ward)", tables()),
+        {},
+        "two groups of 'ward'; expected one, .* correlated=False",
+    ),
+    "a chain of comparisons": (("real ~ I(50 < age < 60)", tables()), {}, "one comparison, got"),
+    "a level in brackets": (("real ~ sex[M]", tables()), {}, "not single levels"),
+    "the least of rows": (("real ~ I(age - np.min(age))", tables()), {}, "more than its own row"),
+    "a coding": (("real ~ C(sex, Sum())", tables()), {}, "expected C.column. or C.column, Treat"),
+    "an offset in a product": (("real ~ offset(age):sex", tables()), {}, "a term by itself"),
+    "a regression without intercept": (
+        ("real ~ dose", with_holes()),
+        {"impute": {"dose": "0 + age"}},
+        "expected an intercept",
+    ),
+    "open": (("real ~ I(age", tables()), {}, "a closing parenthesis"),
+    "a curve of integers": (
+        ("real ~ np.round(dose)", with_holes()),
+        {"impute": {"dose": "1"}},
+        "not linear in 'dose'",
+    ),
+    "an offset with holes": (
+        ("real ~ age + offset(dose)", with_holes()),
+        {"impute": {"dose": "1"}},
+        r"expected no column with holes in 'offset\(dose\)'",
+    ),
+    "a product of holes in a call": (
+        ("real ~ I(dose * age)", with_holes()),
+        {"impute": {"dose": "1", "age": "1"}},
+        "one column with holes in 'I",
+    ),
+    "two names of a silo": (("real ~ age", {1: POOLED, "1": POOLED}), {}, "two silos of one name"),
     "options of s": (("real ~ s(age, k=5)", tables()), {}, "a column alone inside"),
     "a level that is not there": (
         ('real ~ C(sex, Treatment("X"))', tables()),
         {},
-        "reference not in levels; the levels are {'sex': .'F', 'M'.}",
+        "column 'sex': expected a reference among its levels .'F', 'M'., got 'X'",
     ),
     "a mean of sds": (
         ("real ~ age + (1 | ward)", tables()),
@@ -690,6 +723,47 @@ def test_what_is_refused(case):
     args, options, words = REFUSED[case]
     with pytest.raises(ValueError, match=words):
         fed.glmm(*args, **options)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(
+            "I((age - 65) ** 2)",
+            "I(age / (10 * 2))",
+            "I(age ** (1 / 2))",
+            "I((age > 60) * positive)",
+        ),
+        *("I(-(age ** 2) / 1000)", "I(2 ** (3 ** 2) - age)", "np.exp(-(age - 60) / 10)"),
+        *("np.log(positive)", "I(age * (positive - 1))"),
+    ],
+)
+def test_calls_are_those_of_python(call):
+    m = fed.glmm(f"real ~ sex + {call.replace(' ', '')}", tables())
+    got = m.arguments(tables()["oslo"], "oslo")["x"][:, 1] * m.coder.scale[1] + m.coder.center[1]
+    columns = {name: tables()["oslo"][name].to_numpy(float) for name in ("age", "positive")}
+    wanted = eval(call, {"np": np, "I": lambda x: x * 1.0}, columns)
+    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-5 * np.abs(wanted).max())
+    assert ast.unparse(ast.parse(m.coder.labels[1])) == ast.unparse(ast.parse(call))
+
+
+def test_operators_have_pythons_order():
+    labels = fed.glmm("real ~ I(-age**2) + I(2**3**2 - age)", tables()).coder.labels
+    assert labels == ["I(-(age ** 2))", "I((2 ** (3 ** 2)) - age)"]
+
+
+def test_a_one_inside_a_call_is_no_intercept():
+    m = fed.glmm("real ~ 0 + I(age + 1 + positive)", tables())
+    assert m.parts.intercept is None
+
+
+def test_a_reference_level_goes_where_a_silo_lacks_levels():
+    own = tables()
+    own["oslo"] = own["oslo"].assign(drug="a")
+    m = fed.glmm("real ~ C(drug, Treatment('b'))", own)
+    assert m.coder.labels[0] == "drug[a]"
+    one = m.arguments(own["oslo"].iloc[:1])["x"] * m.coder.scale + m.coder.center
+    np.testing.assert_allclose(one[0, 0], 1.0, rtol=1e-5)
 
 
 def test_a_sum_to_a_power_has_its_products():
