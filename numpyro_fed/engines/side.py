@@ -1,6 +1,6 @@
 """Side of a silo, which every transport asks for answers, a silo's text, a carrier's absence."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 _LONGEST = 2000  # letters of a silo's text in an error
@@ -27,9 +27,11 @@ def not_importable(carrier: str, package: str, extra: str, error: ImportError) -
     The library uses parts of carriers outside their public interfaces, under pinned versions.
     """
     install = f'pip install "numpyro-fed[{extra}]"'
-    if isinstance(error, ModuleNotFoundError) and error.name == package:
+    try:
+        found = version(package)
+    except PackageNotFoundError:
         return ImportError(f"{carrier} is not installed; {install}")
     return ImportError(
-        f"{carrier} {version(package)} has moved or lost a name that this library uses: {error}; "
+        f"{carrier} {found} has moved or lost a name that this library uses: {error}; "
         f"expected a release that the library knows, {install}"
     )

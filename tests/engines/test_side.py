@@ -9,8 +9,8 @@ from numpyro_fed.engines.side import not_importable
 
 
 def test_a_carrier_that_is_not_installed():
-    error = ModuleNotFoundError("No module named 'flwr'", name="flwr")
-    said = str(not_importable("Flower", "flwr", "flower", error))
+    error = ModuleNotFoundError("No module named 'nowhere'", name="nowhere")
+    said = str(not_importable("Flower", "nowhere", "flower", error))
     assert said == 'Flower is not installed; pip install "numpyro-fed[flower]"'
 
 
