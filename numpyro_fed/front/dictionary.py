@@ -268,7 +268,7 @@ def _described(
 def _sorted(levels: Iterable[str]) -> list[str]:
     """Return levels in the order of numbers, where all are, or of the alphabet."""
     try:
-        return sorted(levels, key=float)
+        return sorted(levels, key=lambda level: (float(level), level))
     except ValueError:
         return sorted(levels)
 
@@ -292,7 +292,8 @@ def _pooled_order(orders: Sequence[Sequence[str]]) -> list[str]:
         for before, level in pairwise(order):
             after[level].add(before)
     try:
-        return list(TopologicalSorter(after).static_order())
+        # sorted, as a set's order differs between processes
+        return list(TopologicalSorter({k: sorted(v) for k, v in after.items()}).static_order())
     except CycleError:
         warnings.warn(
             f"silos have the levels {levels} in different orders; this one is taken", stacklevel=5

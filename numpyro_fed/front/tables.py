@@ -3,7 +3,6 @@
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from datetime import date
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -140,9 +139,9 @@ def is_time(values: pd.Series) -> bool:
 
 
 def is_date_text(values: pd.Series) -> bool:
-    """Return whether a column holds dates that were read as text, as of a CSV file."""
-    known = [] if is_numeric_dtype(values) else values.dropna().unique().tolist()
-    return bool(known) and all(isinstance(x, str | date) and _DATE.match(str(x)) for x in known)
+    """Return whether most values of a column are dates as text, as of a CSV file."""
+    known = [] if is_numeric_dtype(values) else as_text(values).dropna().tolist()
+    return 2 * sum(bool(_DATE.match(x)) for x in known) > len(known)
 
 
 def as_text(values: pd.Series) -> pd.Series:

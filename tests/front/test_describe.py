@@ -107,12 +107,13 @@ def test_dictionaries_are_saved_and_joined(tmp_path):
     [
         pd.date_range("2020-01-01", periods=60),
         ["2020-01-02", None, "2020-03-04"] * 20,
+        ["2020-01-02", "", "unknown", "2020-03-04", "2020-03-05", " "] * 10,
         ["1.2.2020", "28.11.2021"] * 30,
         ["11/28/21", "02/01/20"] * 30,
         ["2020-01-02 10:30", "2020-01-03T11:00:00Z"] * 30,
         [datetime.date(2020, 1, 2), datetime.date(2020, 1, 3)] * 30,
     ],
-    ids=["dates", "text", "points", "slashes", "times", "objects"],
+    ids=["dates", "text", "blanks", "points", "slashes", "times", "objects"],
 )
 def test_dates_and_free_text_are_not_described(days):
     table = {"day": days, "note": [f"n{i}" for i in range(60)], "y": np.arange(60.0)}
