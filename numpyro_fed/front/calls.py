@@ -81,6 +81,16 @@ def columns_in(call: str) -> set[str]:
     return {name for name in found if not name.startswith("np.")}
 
 
+def columns_of_terms(rhs: str) -> dict[str, set[str]]:
+    """Return the columns that each term of a right-hand side reads, those inside calls too."""
+    held = take_out(rhs)
+    parts = {term: term.split(":") for term in held.text.split(" + ")}
+    return {
+        held.put_back(term): set().union(*(held.reads(x.strip()) for x in names))
+        for term, names in parts.items()
+    }
+
+
 def _end(text: str, place: int) -> int:
     """Return the place after the parenthesis that closes the one at a place."""
     depth, quote = 0, ""

@@ -47,9 +47,10 @@ class Design:
         self.intercept = rhs.split(" + ")[0] == "1"
         self._matrix = None if rhs in ("0", "1") else self._made(CALL.sub(rf"{_KEEP}\1(", rhs))
         terms = self._matrix.terms.values() if self._matrix else []
+        in_full = _calls_in_full(rhs)
         #: names of the columns, without the intercept
         self.labels = [
-            _in_full(label.replace(_KEEP, ""), rhs)
+            _replaced(label.replace(_KEEP, ""), in_full)
             for term in terms
             if term.kind not in ("intercept", "offset")
             for label in term.labels
@@ -72,10 +73,7 @@ class Design:
                 "scale(), center(), bs(), s(), C(), I(), or NumPy's, e.g. np.log()"
             ) from error
         except Exception as error:
-            levels = {c: list(k) for c in self.reads if (k := self._words.columns[c].counts)}
-            raise ValueError(
-                f"formula, part {rhs.replace(_KEEP, '')!r}: {error}; the levels are {levels}"
-            ) from error
+            raise ValueError(f"formula, part {rhs.replace(_KEEP, '')!r}: {error}") from error
 
     def _check_rows(self, rhs: str) -> None:
         """Raise a ``ValueError`` if the columns of a row depend on other rows."""
@@ -84,8 +82,9 @@ class Design:
         for name in made.select_dtypes("number"):  # no two alike, so that a minimum is of one half
             made[name] *= 1 + 0.1 * rng.random(len(made))
         half = len(made) // 2
-        both = [self.columns(made.iloc[rows])[0] for rows in (slice(half), slice(half, None))]
-        whole = self.columns(made)[0]
+        with np.errstate(divide="ignore", invalid="ignore"):  # of a made-up value, e.g. log(-1)
+            both = [self.columns(made.iloc[rows])[0] for rows in (slice(half), slice(half, None))]
+            whole = self.columns(made)[0]
         if not np.allclose(np.concatenate(both), whole, equal_nan=True):
             wrong = np.flatnonzero(~np.isclose(np.concatenate(both), whole).all(0))
             raise ValueError(
@@ -125,12 +124,16 @@ class Design:
         return mean, np.where(sd > 0, sd, 1.0)
 
 
-def _in_full(label: str, rhs: str) -> str:
-    """Return formulae's label of a column with the parentheses inside its calls."""
+def _calls_in_full(rhs: str) -> dict[str, str]:
+    """Return the calls of a right-hand side by formulae's names, which lack inner parentheses."""
     from formulae import model_description
 
-    for call in take_out(rhs).calls:
-        label = label.replace(model_description(f"0 + {call}").terms[0].name, call)
+    return {model_description(f"0 + {x}").terms[0].name: x for x in take_out(rhs).calls}
+
+
+def _replaced(label: str, names: Mapping[str, str]) -> str:
+    for old, new in names.items():
+        label = label.replace(old, new)
     return label
 
 

@@ -10,16 +10,14 @@ hidden would follow from the rest, and the mean of two values of which one is so
 import copy
 import json
 import math
-import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from numpyro_fed.front.level_order import own_order, pooled_order
 from numpyro_fed.front.tables import (
     as_tables,
     as_text,
@@ -256,49 +254,13 @@ def _described(
         quantiles = tuple((float(p), float(q)) for p, q in zip(inside, at, strict=True))
         return Column("number", rows, missing, float(x.mean()), float(x.std()), quantiles)
     counts = known.value_counts()
-    order = _order(table[name], _sorted(counts.index))
+    order = own_order(table[name], list(counts.index))
     if len(counts) > _MOST_LEVELS and name not in levels:
         return Column("other", rows, missing)
     shown = {level: int(counts[level]) for level in order if counts[level] >= min_count}
     if shown and 0 < rows - sum(shown.values()) < min_count:  # the rest would be known
         del shown[min(shown, key=lambda level: shown[level])]
     return Column("levels", rows, missing, counts=shown, hidden=rows - sum(shown.values()))
-
-
-def _sorted(levels: Iterable[str]) -> list[str]:
-    """Return levels in the order of numbers, where all are, or of the alphabet."""
-    try:
-        return sorted(levels, key=lambda level: (float(level), level))
-    except ValueError:
-        return sorted(levels)
-
-
-def _order(values: pd.Series, levels: list[str]) -> list[str]:
-    """Return levels in the order of a pandas ``Categorical``, or of the alphabet."""
-    if not isinstance(values.dtype, pd.CategoricalDtype):
-        return levels
-    own = [str(level) for level in as_text(pd.Series(values.cat.categories))]
-    return [level for level in own if level in levels]
-
-
-def _pooled_order(orders: Sequence[Sequence[str]]) -> list[str]:
-    """Return the levels of all silos in an order that is each silo's, or of the alphabet."""
-    levels = _sorted(set().union(*orders))
-    own = [order for order in orders if list(order) != _sorted(order)]  # text has no order
-    if not own:
-        return levels
-    after: dict[str, set[str]] = {level: set() for level in levels}
-    for order in own:
-        for before, level in pairwise(order):
-            after[level].add(before)
-    try:
-        # sorted, as a set's order differs between processes
-        return list(TopologicalSorter({k: sorted(v) for k, v in after.items()}).static_order())
-    except CycleError:
-        warnings.warn(
-            f"silos have the levels {levels} in different orders; this one is taken", stacklevel=5
-        )
-        return levels
 
 
 def _pooled(name: str, silos: Mapping[str, Mapping[str, Column]]) -> Column:
@@ -330,7 +292,7 @@ def _pooled(name: str, silos: Mapping[str, Mapping[str, Column]]) -> Column:
         kind,
         rows,
         missing,
-        counts={level: counts[level] for level in _pooled_order([*map(list, of_levels)])},
+        counts={level: counts[level] for level in pooled_order([*map(list, of_levels)])},
         hidden=sum(c.hidden for c in columns),
         elements=sum(c.elements or 0 for c in columns) if kind == "group" else None,
     )

@@ -2,9 +2,9 @@
 
 import keyword
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from numpyro_fed.front.calls import Calls, take_out
 
@@ -94,7 +94,6 @@ def parse(text: object) -> Formula:
             )
     left, right = text.split("~")
     masked = take_out(right)
-    _check_groups(masked.text)
     found = _resolved(text, masked)
     common, smooths, reads = [], [], set()
     groups: dict[tuple[str, ...], list[str]] = {}
@@ -104,7 +103,7 @@ def parse(text: object) -> Formula:
         if numbers := [x for x in reads if not isinstance(x, str)]:
             raise ValueError(f"formula {text!r}: {numbers[0]!r} alone is no term; {_MEND}")
         if kind == "GroupSpecificTerm":
-            factor = tuple(c.name for c in term.factor.components)
+            factor = tuple(masked.put_back(c.name) for c in term.factor.components)
             inner = "1" if type(term.expr).__name__ == "Intercept" else term.expr.name
             groups.setdefault(factor, []).append(_checked(masked.put_back(inner), in_group=True))
         elif kind == "Intercept":
@@ -136,16 +135,6 @@ def _checked(term: str, in_group: bool) -> str:
     return term
 
 
-def _check_groups(text: str) -> None:
-    """Raise a ``ValueError`` for two groups of one factor, lme4's way of no correlation."""
-    factors = ["".join(x.split()) for x in re.findall(r"\|([^|()]*)\)", text)]
-    if twice := [x for x in factors if factors.count(x) > 1]:
-        raise ValueError(
-            f"formula: two groups of {twice[0]!r}; expected one, (... | {twice[0]}), with "
-            "correlated=False where its effects are not correlated"
-        )
-
-
 def _resolved(text: str, masked: Calls) -> "Model":
     """Return the terms that formulae finds in a formula.
 
@@ -169,27 +158,57 @@ def _resolved(text: str, masked: Calls) -> "Model":
     try:
         parser = Parser(Scanner(f"outcome ~ {masked.text}").scan())
         expression = parser.parse()
-        if _has_power(expression):
+
+        def model(part: object) -> Model:
+            terms = Resolver(part).resolve()
+            return terms if isinstance(terms, Model) else Model(terms)
+
+        operations = [*_operations(expression)]
+        if any(kind == "STAR_STAR" and _is_column(part.left) for kind, part in operations):
             raise ValueError("a power of one column is that column itself")
-        found = Resolver(expression).resolve()
-        found = found if isinstance(found, Model) else Model(found)
+        found = model(expression)
+        groups = [model(part) for kind, part in operations if kind == "PIPE"]
     except Exception as error:
         raise ValueError(f"formula {text!r}: {error}; {_MEND}") from error
     # formulae ends quietly at a comparison
     if not parser.at_end():
         rest = masked.put_back(parser.peek().lexeme)
         raise ValueError(f"formula {text!r}: cannot read it from {rest!r}; {_MEND}")
+    _check_groups(groups)
     return found
 
 
-def _has_power(expression: object) -> bool:
-    """Return whether a column, not a sum in parentheses, is raised to a power outside of I()."""
-    operator = getattr(expression, "operator", None)
-    left = getattr(expression, "left", None)
-    if getattr(operator, "kind", "") == "STAR_STAR" and type(left).__name__ == "Variable":
-        return True
-    parts = (left, getattr(expression, "right", None), getattr(expression, "expression", None))
-    return any(_has_power(part) for part in parts if part is not None)
+def _operations(expression: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the operations in formulae's tree of a formula, each with its kind."""
+    if hasattr(expression, "operator"):
+        yield expression.operator.kind, expression
+    for name in ("left", "right", "expression"):
+        if hasattr(expression, name):
+            yield from _operations(getattr(expression, name))
+
+
+def _is_column(expression: Any) -> bool:
+    """Return whether a part is a column, with or without parentheses around it."""
+    while hasattr(expression, "expression"):
+        expression = expression.expression
+    return type(expression).__name__ == "Variable"
+
+
+def _check_groups(groups: Iterable["Model"]) -> None:
+    """Raise a ``ValueError`` for two groups of one factor, lme4's way of no correlation.
+
+    :param groups: each ``(... | factor)``, where ``a/b`` has two factors.
+    """
+    factors = [
+        factor
+        for group in groups
+        for factor in {frozenset(c.name for c in t.factor.components) for t in group.group_terms}
+    ]
+    if twice := [":".join(sorted(x)) for x in factors if factors.count(x) > 1]:
+        raise ValueError(
+            f"formula: two groups of {twice[0]!r}; expected one, (... | {twice[0]}), with "
+            "correlated=False where its effects are not correlated"
+        )
 
 
 def _rhs(terms: list[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from numpyro_fed.front.calls import columns_in, take_out
+from numpyro_fed.front.calls import columns_of_terms
 from numpyro_fed.front.design import Design
 from numpyro_fed.front.dictionary import Dictionary, describe
 from numpyro_fed.front.families import FAMILIES
@@ -38,7 +38,6 @@ def make_coder(
     regressions = _check_impute(impute, formula)
     if words is None:
         words = _described(formula, tables, family, regressions, event, weights)
-    words = words.led_by({k: v for k, v in formula.chosen.items() if v is not None})
     return _coder(formula, family, words, crossing, regressions, event, weights)
 
 
@@ -138,6 +137,7 @@ def _coder(
                 f"column {name!r}: C() expects levels, got numbers; describe the tables with "
                 f"levels=[{name!r}]"
             )
+    words = words.led_by({k: v for k, v in parts.chosen.items() if v is not None})
     for name in (*parts.outcome, *parts.smooths):
         kind = words.column(name).kind
         if name in parts.smooths and kind != "number":
@@ -188,7 +188,8 @@ def _check_impute(impute: object, parts: Formula) -> Regressions:
     for name, rhs in impute.items():
         if name not in parts.reads:
             raise ValueError(f"impute: the formula does not read {name!r}; it reads {parts.reads}")
-        if any(name in group.rhs for group in parts.groups) or name in parts.smooths:
+        of_groups = [columns_of_terms(group.rhs) for group in parts.groups]
+        if name in parts.smooths or any(name in x for one in of_groups for x in one.values()):
             raise ValueError(f"impute: expected {name!r} outside groups and s()")
         if not isinstance(rhs, str):
             raise ValueError(
@@ -212,14 +213,11 @@ def _check_impute(impute: object, parts: Formula) -> Regressions:
                 f"groups and no s(), got {rhs!r}"
             )
         found[str(name)] = regression.rhs, regression.reads
-    for call in take_out(parts.rhs).calls:
-        inside = columns_in(call) & found.keys()
-        if len(inside) > 1 or (inside and call.startswith("offset(")):
-            number = "no" if call.startswith("offset(") else "one"
-            raise ValueError(f"impute: expected {number} column with holes in {call!r}")
-    together = [t for t in parts.rhs.split(" + ") if sum(n in t.split(":") for n in found) > 1]
-    if together:
-        raise ValueError(f"impute: {together[0]!r} is a product of two columns with holes")
+    for term, columns in columns_of_terms(parts.rhs).items():
+        number = 0 if term.startswith("offset(") else 1
+        if len(columns & found.keys()) > number:
+            most = "one column" if number else "no column"
+            raise ValueError(f"impute: expected {most} with holes in {term!r}")
     return found
 
 

@@ -25,10 +25,10 @@ from numpyro_fed.vi.setup import Setup, Totals
 
 _FEWEST = 200  # rounds by which a fall is judged
 FARTHER = (
-    "run more rounds (init_state=result.state), or start where conducive rounds lead: "
-    "init_from=fed.ConduciveSFVI(model, guide).run(...)"
+    "run more rounds (init_state=result.state), or with fed.AutoSiloNormal start where conducive "
+    "rounds lead: init_from=fed.ConduciveSFVI(model, guide).run(...)"
 )
-_ERRORS = 4.0  # standard errors that a mean has to fall to count: by chance once in 30,000 fits
+_ERRORS = 4.0  # standard errors that a mean has to fall to count: by chance once in 15,000 fits
 
 
 @dataclass(frozen=True, repr=False)

@@ -639,6 +639,18 @@ REFUSED = {
         {},
         "two groups of 'ward'; expected one, .* correlated=False",
     ),
+    "two groups of a nested factor": (
+        ("real ~ (1 | ward/patient) + (0 + age | ward)", tables()),
+        {},
+        "two groups of 'ward'",
+    ),
+    "a power in parentheses": (("real ~ (age)**2", tables()), {}, "a power of one column"),
+    "a call as a factor": (("real ~ (1 | I(ward))", tables()), {}, r"'I\(ward\)'"),
+    "a product of holes beside a call": (
+        ("real ~ scale(dose):age", with_holes()),
+        {"impute": {"dose": "1", "age": "1"}},
+        r"one column with holes in 'scale\(dose\):age'",
+    ),
     "a chain of comparisons": (("real ~ I(50 < age < 60)", tables()), {}, "one comparison, got"),
     "a level in brackets": (("real ~ sex[M]", tables()), {}, "not single levels"),
     "the least of rows": (("real ~ I(age - np.min(age))", tables()), {}, "more than its own row"),
