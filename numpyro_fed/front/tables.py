@@ -20,6 +20,7 @@ _DATE = re.compile(
     r"\s*(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|\d{2}))"
     r"([T ]\d{1,2}:\d\d.*)?\s*$"
 )
+_MISSING_IN_R = -(2**31)
 
 
 @runtime_checkable
@@ -101,7 +102,8 @@ def read_file(path: Path) -> pd.DataFrame:
 def column(table: pd.DataFrame, name: str, silo: str) -> pd.Series:
     """Return a column, numbers as float64 and text as objects, with NaN where a value is missing.
 
-    :raises ValueError: for a column that the table lacks, dates, durations and infinity.
+    :raises ValueError: for a column that the table lacks, dates, durations, infinity, and missing
+        integers of R.
     """
     if name not in table:
         raise ValueError(f"silo {silo!r}: no column {name!r}; there are {sorted(table.columns)}")
@@ -117,6 +119,12 @@ def column(table: pd.DataFrame, name: str, silo: str) -> pd.Series:
             row = int(np.argmax(np.isinf(numbers)))
             raise ValueError(
                 f"silo {silo!r}, column {name!r}, row {row}: expected finite numbers, got infinity"
+            )
+        if (numbers == _MISSING_IN_R).any():
+            raise ValueError(
+                f"silo {silo!r}, column {name!r}, row {int(np.argmin(numbers))}: {_MISSING_IN_R} "
+                "is what reticulate makes of R's missing integer (missing text becomes 'NA'); "
+                "expected the path of a CSV file, by write.csv"
             )
         return pd.Series(numbers, name=name)
     return as_text(values)

@@ -256,3 +256,9 @@ def test_the_order_of_levels_is_the_same_in_every_process():
     first = [f"level {chr(98 + i)}" for i in range(20)]
     tables = {x: {"x": pd.Categorical([x, "a"] * 4, [x, "a"])} for x in first}
     assert list(fed.describe(tables).columns["x"].counts) == [*first, "a"]
+
+
+def test_what_reticulate_makes_of_a_missing_integer_is_refused():
+    table = {"n": np.array([1, 2, -(2**31), 4] * 4), "y": np.arange(16.0)}
+    with pytest.raises(ValueError, match=r"column 'n', row 2: -2147483648 is.*expected the path"):
+        fed.describe({"a": table})
