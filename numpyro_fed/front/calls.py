@@ -81,6 +81,18 @@ def columns_in(call: str) -> set[str]:
     return {name for name in found if not name.startswith("np.")}
 
 
+def compared(rhs: str) -> set[tuple[str, object]]:
+    """Return the columns that calls of a right-hand side compare with a value, and the value."""
+    trees = [x for call in take_out(rhs).calls for x in ast.walk(ast.parse(call))]
+    sides = [[x.left, *x.comparators] for x in trees if isinstance(x, ast.Compare)]
+    return {
+        (ast.unparse(column), value.value)
+        for pair in sides
+        for column, value in (pair, pair[::-1])
+        if isinstance(column, ast.Name | ast.Attribute) and isinstance(value, ast.Constant)
+    }
+
+
 def columns_of_terms(rhs: str) -> dict[str, set[str]]:
     """Return the columns that each term of a right-hand side reads, those inside calls too."""
     held = take_out(rhs)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from numpyro_fed.front.calls import columns_of_terms
+from numpyro_fed.front.calls import columns_of_terms, compared
 from numpyro_fed.front.design import Design
 from numpyro_fed.front.dictionary import Dictionary, describe
 from numpyro_fed.front.families import FAMILIES
@@ -138,6 +138,8 @@ def _coder(
                 f"levels=[{name!r}]"
             )
     words = words.led_by({k: v for k, v in parts.chosen.items() if v is not None})
+    for rhs in (parts.rhs, *(group.rhs for group in parts.groups)):
+        _check_compared(rhs, words)
     for name in (*parts.outcome, *parts.smooths):
         kind = words.column(name).kind
         if name in parts.smooths and kind != "number":
@@ -219,6 +221,22 @@ def _check_impute(impute: object, parts: Formula) -> Regressions:
             most = "one column" if number else "no column"
             raise ValueError(f"impute: expected {most} with holes in {term!r}")
     return found
+
+
+def _check_compared(rhs: str, words: Dictionary) -> None:
+    """Raise a ``ValueError`` for a comparison that is true of no row, such as with a typing error.
+
+    Its column would be zero, and the fit without the term.
+    """
+    for name, value in compared(rhs):
+        column = words.column(name)
+        known = list(column.counts) if column.kind == "levels" else "numbers"
+        if (column.kind == "levels" and value not in column.counts) or (
+            column.kind == "number" and isinstance(value, str)
+        ):
+            raise ValueError(
+                f"formula: {name!r} is compared with {value!r}; expected one of its {known}"
+            )
 
 
 def _holes(impute: Regressions, words: Dictionary, family: str) -> tuple[Hole, ...]:

@@ -218,7 +218,7 @@ def element_names(table: pd.DataFrame, group: Group, silo: str, crosses: bool) -
 def group_labels(table: pd.DataFrame, group: Group, silo: str) -> np.ndarray:
     """Return the element of each row, as text.
 
-    :raises ValueError: where a row has none.
+    :raises ValueError: where a row has none, and where two elements would have one name.
     """
     parts = [as_text(column(table, name, silo)) for name in group.factor]
     missing = np.any([p.isna() for p in parts], axis=0)
@@ -227,7 +227,14 @@ def group_labels(table: pd.DataFrame, group: Group, silo: str) -> np.ndarray:
             f"silo {silo!r}, group {group.name!r}: {missing.sum()} rows have no element; expected "
             "a name in each row"
         )
-    return np.array([":".join(row) for row in zip(*parts, strict=True)])
+    elements = list(zip(*parts, strict=True))
+    labels = np.array([":".join(element) for element in elements])
+    if len(set(elements)) > len(set(labels)):
+        raise ValueError(
+            f"silo {silo!r}, group {group.name!r}: two elements of one name; expected values of "
+            f"{' and '.join(group.factor)} without ':', which joins them"
+        )
+    return labels
 
 
 def _single(values: np.ndarray) -> np.ndarray:

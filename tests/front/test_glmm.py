@@ -808,6 +808,21 @@ def test_a_level_that_the_dictionary_lacks_is_named():
         fed.glmm("real ~ sex", words=words).arguments(other)
 
 
+@pytest.mark.parametrize(
+    "formula", ["real ~ I(sex == 'm')", "real ~ age + (1 + I('m' != sex) | ward)"]
+)
+def test_a_comparison_with_no_level_is_refused(formula):
+    with pytest.raises(ValueError, match=r"'sex' is compared with 'm'; expected one of its \['F'"):
+        fed.glmm(formula, tables())
+    assert fed.glmm(formula.replace("'m'", "'M'"), tables()).coder.labels
+
+
+def test_two_elements_have_two_names():
+    both = {"a": ["x:y", "x"] * 4, "b": ["z", "y:z"] * 4, "y": np.arange(8.0)}
+    with pytest.raises(ValueError, match="'a_b': two elements of one name; expected values of a"):
+        fed.glmm("y ~ 1 + (1 | a:b)", {"oslo": both})
+
+
 def test_the_source_runs_as_a_file(tmp_path):
     m = fed.glmm("died ~ age + (1 + age | ward)", tables(), family="bernoulli")
     (tmp_path / "written.py").write_text(m.source())
