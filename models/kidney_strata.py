@@ -9,8 +9,6 @@ References: McGilchrist & Aisbett (1991), Biometrics 47, 461-466 (the data, R's 
 & Palmgren (2000), Biometrics 56, 1016-1022 (frailty in the partial likelihood).
 """
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -38,8 +36,7 @@ def model(x, time, infected, disease, unit, units):  # type: ignore[no-untyped-d
     with fed.silo_plate("units", units.shape[0]):
         z = numpyro.sample("z", dist.Normal(0, 1))
     eta = x @ beta + sigma * z[unit]
-    at_risk = (time >= time[:, None]) & (disease == disease[:, None])
-    log_risk = jax.nn.logsumexp(jnp.where(at_risk, eta, -jnp.inf), axis=1)
+    log_risk = fed.log_risk(eta, time, disease)
     with fed.silo_plate("rows", time.shape[0], row_wise=False):
         numpyro.factor("partial_likelihood", infected * (eta - log_risk))
 

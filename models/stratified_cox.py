@@ -8,8 +8,6 @@ References: Cox (1972), J. R. Stat. Soc. B 34, 187-220 (the model); Loprinzi et 
 Oncol. 12, 601-607 (the data).
 """
 
-import jax
-import jax.numpy as jnp
 import lung_survival
 import numpyro
 import numpyro.distributions as dist
@@ -27,8 +25,7 @@ def model(x, years, died, institution, institutions):  # type: ignore[no-untyped
     # coefficients of age, female, ecog
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
     eta = x @ beta
-    at_risk = (years >= years[:, None]) & (institution == institution[:, None])
-    log_risk = jax.nn.logsumexp(jnp.where(at_risk, eta, -jnp.inf), axis=1)
+    log_risk = fed.log_risk(eta, years, institution)
     with fed.silo_plate("patients", x.shape[0], row_wise=False):
         numpyro.factor("partial_likelihood", died * (eta - log_risk))
 

@@ -18,6 +18,7 @@ from numpyro_fed.decentralized.push_sum import PushSumLangevin
 from numpyro_fed.density import handlers
 from numpyro_fed.density.aggregate import Aggregate
 from numpyro_fed.density.handlers import mark_silos, silo_plate
+from numpyro_fed.density.risk_sets import log_risk
 from numpyro_fed.front.calibrate import calibrate
 from numpyro_fed.front.fit import fit
 from numpyro_fed.mcmc.dsgld import DSGLD
@@ -90,6 +91,7 @@ __all__ = [
     "graphs",
     "handlers",
     "local_latents",
+    "log_risk",
     "mark_silos",
     "partitioners",
     "plot_compare",

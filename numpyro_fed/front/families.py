@@ -11,8 +11,8 @@ class Family:
 
     :param likelihood: the distribution, given ``eta`` and its parameters; empty for times.
     :param parameters: prior of each parameter, in which ``SD`` stands for the outcome's sd.
-    :param values: what the outcome may be: ``"real"``, ``"positive"``, ``"count"``, ``"share"``
-        (between 0 and 1), ``"binary"`` or ``"order"``.
+    :param values: what the outcome may be: ``"real"``, ``"positive"``, ``"time"`` (zero, too),
+        ``"count"``, ``"share"`` (between 0 and 1), ``"binary"`` or ``"order"``.
     :param identity: whether ``eta`` has the outcome's unit, so that priors are scaled by its sd.
     :param intercept: whether the model has one.
     :param event: whether the outcome is a time, with a column that says if it was seen.
@@ -64,7 +64,7 @@ FAMILIES = {
         intercept=False,
     ),
     "weibull": Family("", {"shape": "dist.Exponential(1.0)"}, values="positive", event=True),
-    "cox": Family("", values="positive", intercept=False, event=True),
+    "cox": Family("", values="time", intercept=False, event=True),
 }
 
 
@@ -73,6 +73,7 @@ def check_outcome(family: str, y: np.ndarray, name: str, silo: str) -> None:
     right = {
         "real": np.isfinite(y),
         "positive": y > 0,
+        "time": y >= 0,
         "count": (y >= 0) & (y == np.round(y)),
         "share": (y > 0) & (y < 1),
         "binary": (y == 0) | (y == 1),
@@ -82,6 +83,7 @@ def check_outcome(family: str, y: np.ndarray, name: str, silo: str) -> None:
         words = {
             "real": "finite numbers",
             "positive": "numbers > 0",
+            "time": "numbers >= 0",
             "count": "counts 0, 1, 2, ...",
             "share": "numbers between 0 and 1, both excluded",
             "binary": "0 and 1, or text with two levels",

@@ -200,10 +200,7 @@ def _outcome(parts: Parts, inside: Sequence[str]) -> list[str]:
     before: list[str] = []
     plate = 'with fed.silo_plate("rows", x.shape[0]):'
     if parts.family == "cox":
-        before = [
-            "at_risk = (y >= y[:, None]) & (stratum == stratum[:, None])",
-            "log_risk = jax.nn.logsumexp(jnp.where(at_risk, eta, -jnp.inf), axis=1)",
-        ]
+        before = ["log_risk = fed.log_risk(eta, y, stratum)"]
         plate = 'with fed.silo_plate("rows", x.shape[0], row_wise=False):'
         own = ['numpyro.factor("y", event * (eta - log_risk))']
     elif family.event:  # proportional hazards: shape * t^(shape - 1) * exp(eta)

@@ -239,8 +239,7 @@ def cox(x, time, event, unit, units):  # type: ignore[no-untyped-def]
     """Cox's partial likelihood, a stratum for each silo."""
     beta = normal("beta", 2.5, x.shape[-1])
     eta = x @ beta
-    at_risk = (time >= time[:, None]) & (unit == unit[:, None])
-    log_risk = jax.nn.logsumexp(jnp.where(at_risk, eta, -jnp.inf), axis=1)
+    log_risk = fed.log_risk(eta, time, unit)
     with fed.silo_plate("rows", time.shape[0], row_wise=False):
         numpyro.factor("partial", event * (eta - log_risk))
 
