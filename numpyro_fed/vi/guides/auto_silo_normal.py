@@ -17,7 +17,6 @@ from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 from numpyro.distributions.util import sum_rightmost
 from numpyro.infer.autoguide import AutoGuide
-from numpyro.infer.initialization import init_to_median
 
 from numpyro_fed._typing import AnyArray, Column, ModelArgs, PyTree
 from numpyro_fed.data.views import SiloRows
@@ -30,6 +29,7 @@ from numpyro_fed.vi.guides.amortize import Encoder, arrays_of, encoders_of, regi
 from numpyro_fed.vi.guides.marginal import MarginalNormal
 from numpyro_fed.vi.guides.normal import SiloNormal
 from numpyro_fed.vi.guides.pooled_draw import draw
+from numpyro_fed.vi.guides.start import init_near_center
 
 
 class AutoSiloNormal(AutoGuide):
@@ -65,7 +65,9 @@ class AutoSiloNormal(AutoGuide):
         amortized site has no C, b and T. The weights are global parameters, and silos return
         gradients in them. Those of a module are named ``<prefix>_<site>_encoder$params``.
     :param prefix: prefix of the parameters' names.
-    :param init_loc_fn: start of the global sites; the local ones start at 0 in unconstrained space.
+    :param init_loc_fn: start of the global sites: by default near the prior's median, and near the
+        mean of a prior on the reals that is wider than sd one. Local sites start at 0 in
+        unconstrained space.
     :param init_scale: sd at the start, of all latents in unconstrained space, local ones too. A
         value far below their posterior sds costs many steps of minibatches, since each element's
         turn comes seldom.
@@ -105,7 +107,7 @@ class AutoSiloNormal(AutoGuide):
         marginal: bool = False,
         amortize: Mapping[str, Callable] | None = None,
         prefix: str = "auto",
-        init_loc_fn: Callable = init_to_median,
+        init_loc_fn: Callable = init_near_center,
         init_scale: float = 0.3,
     ) -> None:
         if not callable(model):
