@@ -2,12 +2,12 @@ r"""Seconds of an epoch of ProdLDA with an inference network.
 
 SFVI over three silos beside NumPyro's SVI on the pooled documents.
 
-    NUMPYRO_FED_DATA=... python tests/benchmarks/prod_lda_speed.py [--documents N] [--turns 9]
+    NUMPYRO_FED_DATA=... python tests/benchmarks/prod_lda_speed.py [--turns 9] [--record]
 
 The same model, network, optimizer and number of documents in a step (200 of each silo, 600 of the
 pool). NumPyro's epoch is written in the manner of its ProdLDA example: a shuffle, and a compiled
 loop of ``SVI.update`` over the batches. Both are compiled whole, called once to warm up, and timed
-in turn in one process; ratios are taken within each turn.
+in turn in one process; ratios are taken within each turn. ``--documents`` takes some of them.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from numpyro.infer import SVI, Trace_ELBO
 sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 
 import prod_lda
+from record import record
 
 import numpyro_fed as fed
 from numpyro_fed.vi import sfvi
@@ -128,8 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> float:
     )
     parser.add_argument("--documents", type=int, help="default: all")
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--record", action="store_true", help="write a file of docs/results")
     args = parser.parse_args(arguments)
 
+    start = time.time()
     counts = prod_lda.corpus(args.documents).train
     silos = prod_lda.silos(counts)
     batch = prod_lda.BATCH
@@ -140,6 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> float:
     low, ratio, high = np.quantile(times["SFVI"] / times["SVI"], [0.25, 0.5, 0.75])
     verdict = "reached" if ratio <= GOAL else "NOT reached"
     print(f"ratio {ratio:.3f}  [{low:.3f}, {high:.3f}]   goal {GOAL}: {verdict}")
+    if args.record:
+        medians = {name.lower(): float(np.median(each)) for name, each in times.items()}
+        quartiles = {"low": float(low), "ratio": float(ratio), "high": float(high)}
+        row = {"documents": len(counts), "turns": args.turns, "goal": GOAL, **medians, **quartiles}
+        record("prod_lda_speed", [row], start)
     return float(ratio)
 
 
