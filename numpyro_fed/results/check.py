@@ -11,13 +11,10 @@ two fits' log evidence. Draws of chains have none: then bridge sampling between 
 gives the log ratio of their constants.
 """
 
-import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 from tqdm.auto import tqdm
 
@@ -25,10 +22,10 @@ from numpyro_fed._arviz import posterior_dataset
 from numpyro_fed.data.mixed import MixedSilos
 from numpyro_fed.data.silos import Silos
 from numpyro_fed.density.factorize import factorize
+from numpyro_fed.results.refit import Fit, askable, log_evidence, refitted
 from numpyro_fed.results.row_check import RowCheck, check_rows, replicates_without
 from numpyro_fed.results.silo_likelihood import (
     JointLatentsError,
-    Question,
     check_enough,
     check_same_silos,
     coefficients,
@@ -36,11 +33,9 @@ from numpyro_fed.results.silo_likelihood import (
     kept_terms,
     question,
 )
-from numpyro_fed.results.vi_inference_data import check_num_draws, vi_inference_data
-from numpyro_fed.rounds.remote import Loopback, RemoteSilos
-from numpyro_fed.vi.conducive.checks import JointUnits, has_converged
-from numpyro_fed.vi.importance import POOR, log_bridge, log_mean, smoothed
-from numpyro_fed.vi.svi import MOST_ROUNDS, TOL, conducive_for
+from numpyro_fed.results.vi_inference_data import check_num_draws
+from numpyro_fed.rounds.remote import RemoteSilos
+from numpyro_fed.vi.importance import POOR, log_mean, smoothed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,7 +44,6 @@ if TYPE_CHECKING:
 
 
 _DRAWN = 10  # coefficients in a figure
-_FAR = 0.5  # error of elpd, in nats, beyond which the draws of two fits hardly overlap
 # ways of leaving a silo out whose numbers may be wrong
 _DOUBTS = {
     "failed weights": "Weights fail (Pareto's k above .7), and no refit was made, for",
@@ -194,7 +188,7 @@ def check(
     rows = rows and factors.row_wise
     if rows or terms is None:
         try:
-            asked = question(model, _askable(silos) if rows else silos, sites)
+            asked = question(model, askable(silos) if rows else silos, sites)
         except JointLatentsError:
             if terms is None:
                 raise
@@ -204,13 +198,14 @@ def check(
     names, values = coefficients(sites)
     mean, sd = values.mean(0), values.std(0)
     refit = not isinstance(silos, RemoteSilos) if refit is None else refit
-    left_out, evidence = [], _evidence(posterior.attrs)
+    left_out, evidence = [], log_evidence(posterior.attrs)
     each = tqdm(silos.names, "left out", disable=not progress_bar, delay=2.0)
     for name, own in zip(each, terms.T, strict=True):
         weight, k = smoothed(-own)
         found = None
         if k > POOR and refit:
-            found = _refitted(model, silos, name, num_draws, evidence, own, of_rows is not None)
+            of_fit = Fit(evidence, own, names)
+            found = refitted(model, silos, name, num_draws, of_fit, of_rows is not None)
         if found is not None:
             density, others, how = found.density, found.mean, found.how
             if of_rows is not None and found.asked is not None:  # the silo's latents can be drawn
@@ -219,14 +214,12 @@ def check(
             density, others = log_mean(own, weight), weight @ values
             how = "weights" if k <= POOR else "failed weights"
         left_out.append(_LeftOut(*density, k, how, (others - mean) / sd))
-    said = posterior.attrs.get("verdict"), _evidence(posterior.attrs)
+    if of_rows is not None:
+        each = zip(silos.names, left_out, strict=True)
+        of_rows = _without_tails(of_rows, [name for name, x in each if x.how in _DOUBTS])
+    said = posterior.attrs.get("verdict"), log_evidence(posterior.attrs)
     tables = _tables(silos, names, left_out)
     return SiloCheck(*tables, terms, of_rows, factors.observed, *said)
-
-
-def _askable(silos: Silos) -> RemoteSilos:
-    """Return silos that answer tasks, here or elsewhere."""
-    return silos if isinstance(silos, RemoteSilos) else RemoteSilos(silos, Loopback(silos))
 
 
 @dataclass(frozen=True)
@@ -240,71 +233,6 @@ class _LeftOut:
     shift: np.ndarray
 
 
-@dataclass(frozen=True)
-class _Refit:
-    """Fit without a silo: the silo's log density and its error, and the coefficients' means.
-
-    :param how: whether it is sound.
-    :param asked: the fit's draws as a question to the silo, where it can be asked.
-    """
-
-    density: tuple[float, float]
-    mean: np.ndarray
-    how: str
-    asked: Question | None
-
-
-def _refitted(
-    model: Callable,
-    silos: Silos,
-    name: str,
-    num_draws: int,
-    evidence: tuple[float, float] | None,
-    terms: np.ndarray,
-    rows: bool,
-) -> _Refit | None:
-    """Return a fit without a silo; ``None`` where latents of a silo depend on each other.
-
-    :param evidence: log evidence of the fit of all silos, and its error.
-    :param terms: the silo's log likelihood at the draws of that fit.
-    :param rows: whether the silo will be asked for replicates.
-    """
-    rest = silos.among([other for other in silos.names if other != name])
-    # the factorization was checked on all silos
-    try:
-        svi = conducive_for(model, rest, validate=False)
-    except JointUnits:
-        return None
-    key = jax.random.key(silos.names.index(name))
-    with warnings.catch_warnings():  # the table says so
-        warnings.filterwarnings("ignore", "q has not converged")
-        warnings.filterwarnings("ignore", "Pareto's k of the approximation")
-        result = svi.run(key, MOST_ROUNDS, rest, tol=TOL, progress_bar=False)
-        idata = vi_inference_data(
-            svi,
-            result,
-            rest,
-            num_draws=num_draws,
-            log_likelihood=False,
-            resample=True,
-            progress_bar=False,
-        )
-    sound = has_converged(result.state) and _weights_hold(idata.posterior.attrs)
-    sites = global_draws(idata.posterior, factorize(model, silos), num_draws)
-    mean, without = coefficients(sites)[1].mean(0), _evidence(idata.posterior.attrs)
-    density, asked = None, None
-    if evidence is not None and without is not None:
-        density = evidence[0] - without[0], float(np.hypot(evidence[1], without[1]))
-    if rows or density is None:
-        with suppress(JointLatentsError):
-            asked = question(model, _askable(silos.among([name])), sites)
-    if density is None and asked is not None:
-        density = log_bridge(terms, asked.log_likelihood()[:, 0])
-    density = (np.nan, np.nan) if density is None else density
-    sound = sound and density[1] <= _FAR
-    return _Refit(density, mean, "refit" if sound else "unsound refit", asked)
-
-
 def _with_replicates(of_rows: RowCheck, of_silo: "pd.DataFrame") -> RowCheck:
     """Return the check with one silo's replicates by the fit without it."""
     predictive = of_rows.predictive.copy()
@@ -312,16 +240,12 @@ def _with_replicates(of_rows: RowCheck, of_silo: "pd.DataFrame") -> RowCheck:
     return replace(of_rows, predictive=predictive)
 
 
-def _evidence(attrs: dict) -> tuple[float, float] | None:
-    """Return the log evidence of a fit whose weights are sound, and its error."""
-    if "log_evidence" not in attrs or not _weights_hold(attrs):
-        return None
-    return float(attrs["log_evidence"]), float(attrs["log_evidence_error"])
-
-
-def _weights_hold(attrs: dict) -> bool:
-    """Return whether Pareto's k of a fit's weights is good, for theta and for the latents."""
-    return max(attrs["pareto_k"], attrs.get("pareto_k_unit", 0)) <= POOR
+def _without_tails(of_rows: RowCheck, silos: list[str]) -> RowCheck:
+    """Return the check without the replicates of silos that could not be left out."""
+    predictive = of_rows.predictive.copy()
+    tails = [name for name in predictive if name.endswith("_tail")]
+    predictive.loc[predictive.index.isin(silos, level="silo"), tails] = np.nan
+    return replace(of_rows, predictive=predictive)
 
 
 def _tables(

@@ -7,7 +7,7 @@ Local latents are integrated out, by nodes around their modes at each draw
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -259,17 +259,20 @@ def global_draws(posterior: "Dataset", factors: Factors, most: int) -> dict[str,
     return {name: x[evenly(total, most)] for name, x in flat.items()}
 
 
-def coefficients(sites: dict[str, np.ndarray]) -> tuple[list[str], np.ndarray]:
+def coefficients(
+    sites: dict[str, np.ndarray], names: Sequence[str] | None = None
+) -> tuple[list[str], np.ndarray]:
     """Return names and draws of the scalars of the global sites.
 
-    Those that never move are left out, such as the diagonal of a correlation.
+    :param names: the scalars; by default those that move, so not the diagonal of a correlation.
     """
-    names, columns = [], []
+    known, columns = [], []
     for name, x in sites.items():
         flat = x.reshape(len(x), -1).astype(np.float64)
         places = [f"[{', '.join(map(str, i))}]" for i in np.ndindex(x.shape[1:])]
-        names += [name + place if x.ndim > 1 else name for place in places]
+        known += [name + place if x.ndim > 1 else name for place in places]
         columns.append(flat)
     values = np.concatenate(columns, axis=1)
-    moves = np.ptp(values, axis=0) > 0
-    return [name for name, yes in zip(names, moves, strict=True) if yes], values[:, moves]
+    if names is None:
+        names = [name for name, x in zip(known, values.T, strict=True) if np.ptp(x) > 0]
+    return list(names), values[:, [known.index(name) for name in names]]

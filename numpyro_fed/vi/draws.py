@@ -55,6 +55,9 @@ from numpyro_fed.vi.proposals import (
 # sds of q at which a stretched draw's u is clipped for the local maps: the outermost of the 256
 # points to which these are fitted
 _REACH = 3.0
+# sds of q beyond which a draw has no weight: there single precision may be wrong by thousands of
+# nats (a negative binomial of shape 4e10 was), and a law that has mass there is not near q
+_FARTHEST = 30.0
 _NUMBERS_AT_ONCE = 1 << 22  # latents' candidates evaluated together: 16 MiB in float32
 
 
@@ -126,7 +129,9 @@ def positions(
         context = config.families[0].context(params, noise)
         log_q = config.families[0].log_global(params, context) + log_ratio
         log_weight = config.log_prior(context.theta, params, rows) - log_q
-        if stretched:  # any law of candidates is valid, and far out the map extrapolates badly
+        if stretched:
+            log_weight = jnp.where(jnp.abs(noise).max() > _FARTHEST, -jnp.inf, log_weight)
+            # any law of candidates is valid, and far out the map extrapolates badly
             context = context._replace(u=jnp.clip(context.u, -_REACH, _REACH))
         # the networks' weights are the same in all draws
         return Position(context._replace(params={}), log_weight, key_local, key_choice)

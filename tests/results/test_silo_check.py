@@ -1,5 +1,6 @@
 """Leaving a silo out by weights: against the closed form of a Gaussian hierarchy."""
 
+import arviz as az
 import jax
 import numpy as np
 import numpyro
@@ -11,7 +12,7 @@ from numpyro.infer import MCMC
 from scipy import stats
 
 import numpyro_fed as fed
-import numpyro_fed.results.check as check_module
+import numpyro_fed.results.refit as refit_module
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.results.row_check import RowCheck
 from numpyro_fed.results.silo_likelihood import coefficients
@@ -133,8 +134,26 @@ def test_without_evidence_a_bridge_tells_the_density(monkeypatch):
     assert row["how"] == "refit"
     assert row["se"] < 0.3
     assert abs(row["elpd"] - exact(data)[1][3]) < 4 * row["se"]
-    monkeypatch.setattr(check_module, "_FAR", 0.001)
+    monkeypatch.setattr(refit_module, "_FAR", 0.001)
     assert fed.check(idata, model, silos, rows=False).table.loc["silo 3", "how"] == "unsound refit"
+
+
+@pytest.mark.ci
+def test_a_refit_of_which_one_draw_is_left_is_unsound(monkeypatch):
+    data = made(outlier=5.0)
+    silos = fed.Silos(data)
+    idata = fed.fit(model, silos, progress_bar=False)
+    fitted = refit_module.vi_inference_data
+
+    def one_draw(*args, **options):
+        found = fitted(*args, **options)
+        post = found.posterior.copy(deep=True)
+        post["mu"].values = np.full(post["mu"].shape, 0.5)
+        return az.InferenceData(posterior=post.assign_attrs(pareto_k=np.inf))
+
+    monkeypatch.setattr(refit_module, "vi_inference_data", one_draw)
+    found = fed.check(idata, model, silos)
+    assert found.table.loc["silo 3", "how"] == "unsound refit"
 
 
 def test_a_bridge_has_the_closed_form():
@@ -167,7 +186,10 @@ def test_replicates_are_of_the_fit_without_the_silo(tmp_path):
     error = 4 * np.sqrt(share * (1 - share) / 1000)
     assert abs(found.rows.predictive.loc[("y", "b"), "mean_tail"] - share) < error
     plain = fed.check(idata, model, remote, num_draws=2000)
-    assert abs(plain.rows.predictive.loc[("y", "b"), "mean_tail"] - share) > error
+    # the weights fail, and nothing tells what the others predict for it
+    assert np.isnan(plain.rows.predictive.loc[("y", "b"), "mean_tail"])
+    assert "in silo 'b'" in repr(found)
+    assert "in silo 'b'" not in repr(plain)
     assert found.rows.loo.equals(plain.rows.loo)
 
 

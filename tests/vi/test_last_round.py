@@ -22,6 +22,7 @@ from vi_models import hierarchy, hierarchy_posterior, hierarchy_silos
 
 import numpyro_fed as fed
 from numpyro_fed.results import weighing
+from numpyro_fed.vi.draws import positions
 from numpyro_fed.vi.importance import smoothed
 from numpyro_fed.vi.proposals import halves, nodes_at, stretched_normal, wider_candidates
 
@@ -222,3 +223,22 @@ def test_a_funnel_is_mended_by_the_last_round_or_flagged(monkeypatch):
             ).posterior
     # rightly: a few draws have most of the weight, and the sd is off either way
     assert abs(posterior["b"].values.std() / np.exp(0.64) - 1) > 0.1
+
+
+def test_draws_far_out_have_no_weight():
+    """There a density may be false in single precision, as of a negative binomial."""
+
+    def model(y):
+        shape = numpyro.sample("shape", dist.LogNormal(1, 1))
+        with fed.silo_plate("visits", y.shape[0]):
+            numpyro.sample("y", dist.NegativeBinomial2(3.0, shape), obs=y)
+
+    counts = np.random.default_rng(0).negative_binomial(3, 0.5, 300).astype(np.float32)
+    silos = fed.split({"y": counts}, by=np.arange(300) % 3)
+    svi = fed.ConduciveSFVI(model, fed.AutoSiloNormal(model))
+    result = svi.run(jax.random.key(0), 40, silos, tol=0.1, progress_bar=False)
+    setup = svi.setup(silos)
+    u = jnp.array([[0.0], [29.0], [31.0], [90.0]])
+    args = setup.config, svi.fitted(result, silos), setup.stacks[0], jax.random.key(1), 4, True
+    weights = positions(*args, (u, jnp.zeros(4))).log_weight
+    assert np.isfinite(weights).tolist() == [True, True, False, False]
