@@ -11,7 +11,7 @@ two fits' log evidence. Draws of chains have none: then bridge sampling between 
 gives the log ratio of their constants.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -214,12 +214,9 @@ def check(
             density, others = log_mean(own, weight), weight @ values
             how = "weights" if k <= POOR else "failed weights"
         left_out.append(_LeftOut(*density, k, how, (others - mean) / sd))
-    if of_rows is not None:
-        each = zip(silos.names, left_out, strict=True)
-        of_rows = _without_tails(of_rows, [name for name, x in each if x.how in _DOUBTS])
-    said = posterior.attrs.get("verdict"), log_evidence(posterior.attrs)
-    tables = _tables(silos, names, left_out)
-    return SiloCheck(*tables, terms, of_rows, factors.observed, *said)
+    of_rows = None if of_rows is None else _without_tails(of_rows, silos.names, left_out)
+    tables, verdict = _tables(silos, names, left_out), posterior.attrs.get("verdict")
+    return SiloCheck(*tables, terms, of_rows, factors.observed, verdict, evidence)
 
 
 @dataclass(frozen=True)
@@ -240,11 +237,12 @@ def _with_replicates(of_rows: RowCheck, of_silo: "pd.DataFrame") -> RowCheck:
     return replace(of_rows, predictive=predictive)
 
 
-def _without_tails(of_rows: RowCheck, silos: list[str]) -> RowCheck:
+def _without_tails(of_rows: RowCheck, names: Sequence[str], left_out: list[_LeftOut]) -> RowCheck:
     """Return the check without the replicates of silos that could not be left out."""
     predictive = of_rows.predictive.copy()
     tails = [name for name in predictive if name.endswith("_tail")]
-    predictive.loc[predictive.index.isin(silos, level="silo"), tails] = np.nan
+    doubtful = [name for name, x in zip(names, left_out, strict=True) if x.how in _DOUBTS]
+    predictive.loc[predictive.index.isin(doubtful, level="silo"), tails] = np.nan
     return replace(of_rows, predictive=predictive)
 
 
