@@ -1,5 +1,6 @@
 """Start of the global sites of a fit."""
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ def init_near_center(site: dict[str, Any] | None = None) -> Any:
     an sd of 1,000 that is further than a fit gets. So a site on the reals whose sd is above one
     starts as near to its mean as if its sd were one.
     """
-    if site is None:
-        return init_near_center
+    if site is None:  # so NumPyro asks for a strategy
+        return partial(init_near_center)
     value = init_to_median(site)
     support = getattr(site.get("fn"), "support", None)
     if isinstance(support, constraints.independent):
