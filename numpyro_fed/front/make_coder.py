@@ -86,6 +86,14 @@ def _crossing(
         together = set().union(*own)
         if sum(map(len, own)) > len(together):
             found[group.name] = tuple(sorted(together))
+            if all(name.isdecimal() for name in together):
+                warnings.warn(
+                    f"group {group.name!r}: numbers such as {min(together)} are in several silos, "
+                    "and taken as one element there, which all silos see. Say so by words=fed."
+                    f"describe(tables, levels=[{group.factor[0]!r}]), or groups=[...] if each silo "
+                    "counts its own",
+                    stacklevel=4,
+                )
     return found
 
 

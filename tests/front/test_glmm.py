@@ -228,7 +228,8 @@ def test_a_level_that_a_silo_lacks_costs_nothing():
 
 
 def test_groups_live_in_silos_or_cross_them():
-    m = fed.glmm("real ~ 1 + (1 | silo/ward) + (1 + age | item)", tables())
+    with pytest.warns(UserWarning, match="'item': numbers such as 0 are in several silos"):
+        m = fed.glmm("real ~ 1 + (1 | silo/ward) + (1 + age | item)", tables())
     levels = {g.name: g.levels for g in m.parts.groups}
     assert levels == {"silo": None, "silo_ward": None, "item": 4}
     assert m.silos["oslo"]["silo_ward"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1]
@@ -238,7 +239,8 @@ def test_groups_live_in_silos_or_cross_them():
     again = POOLED.assign(ward=POOLED["ward"].str[-1])
     recurring = {name: again[name == WHERE] for name in dict.fromkeys(WHERE)}
     words = fed.describe(recurring, groups=["ward"])
-    assert fed.glmm("real ~ 1 + (1 | ward)", recurring).parts.groups[0].levels == 3
+    with pytest.warns(UserWarning, match="'ward': numbers such as 0 are in several silos"):
+        assert fed.glmm("real ~ 1 + (1 | ward)", recurring).parts.groups[0].levels == 3
     assert fed.glmm("real ~ 1 + (1 | ward)", recurring, words=words).parts.groups[0].levels is None
 
 
@@ -283,7 +285,8 @@ def test_elements_inside_those_of_another_group_lead_rows_to_them():
     y = np.asarray(rows["y"], float)
     expected = stats.norm.logpdf(2 * y, eta, at["sigma"]) - stats.norm.logpdf(y, eta, at["sigma"])
     np.testing.assert_allclose(doubled - with_y, expected.sum(), rtol=1e-4)
-    crossing = fed.glmm("real ~ 1 + (1 | item) + (1 | silo)", tables())
+    words = fed.describe(tables(), levels=["item"])
+    crossing = fed.glmm("real ~ 1 + (1 | item) + (1 | silo)", tables(), words=words)
     assert [g.by for g in crossing.parts.groups] == [None, None]
 
 
@@ -815,6 +818,16 @@ def test_a_comparison_with_no_level_is_refused(formula):
     with pytest.raises(ValueError, match=r"'sex' is compared with 'm'; expected one of its \['F'"):
         fed.glmm(formula, tables())
     assert fed.glmm(formula.replace("'m'", "'M'"), tables()).coder.labels
+
+
+def test_numbers_that_several_silos_count_from_one_are_questioned():
+    visits = {s: {"child": [1, 1, 2, 2], "y": np.arange(4.0)} for s in "ab"}
+    with pytest.warns(UserWarning, match=r"'child': numbers such as 1 are in several silos"):
+        shared = fed.glmm("y ~ 1 + (1 | child)", visits)
+    assert "2 elements that cross silos" in repr(shared)
+    for kind, said in (("groups", "inside silos"), ("levels", "cross silos")):
+        words = fed.describe(visits, min_count=1, **{kind: ["child"]})
+        assert said in repr(fed.glmm("y ~ 1 + (1 | child)", visits, words=words))
 
 
 def test_two_elements_have_two_names():
