@@ -11,7 +11,7 @@ two fits' log evidence. Draws of chains have none: then bridge sampling between 
 gives the log ratio of their constants.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -208,13 +208,13 @@ def check(
             found = refitted(model, silos, name, num_draws, of_fit, of_rows is not None)
         if found is not None:
             density, others, how = found.density, found.mean, found.how
-            if of_rows is not None and found.asked is not None:  # the silo's latents can be drawn
+            # else the replicates stay those by weights, which accuse no silo more than they should
+            if of_rows is not None and found.asked is not None and how == "refit":
                 of_rows = _with_replicates(of_rows, replicates_without(found.asked))
         else:
             density, others = log_mean(own, weight), weight @ values
             how = "weights" if k <= POOR else "failed weights"
         left_out.append(_LeftOut(*density, k, how, (others - mean) / sd))
-    of_rows = None if of_rows is None else _without_tails(of_rows, silos.names, left_out)
     tables, verdict = _tables(silos, names, left_out), posterior.attrs.get("verdict")
     return SiloCheck(*tables, terms, of_rows, factors.observed, verdict, evidence)
 
@@ -234,15 +234,6 @@ def _with_replicates(of_rows: RowCheck, of_silo: "pd.DataFrame") -> RowCheck:
     """Return the check with one silo's replicates by the fit without it."""
     predictive = of_rows.predictive.copy()
     predictive.update(of_silo)
-    return replace(of_rows, predictive=predictive)
-
-
-def _without_tails(of_rows: RowCheck, names: Sequence[str], left_out: list[_LeftOut]) -> RowCheck:
-    """Return the check without the replicates of silos that could not be left out."""
-    predictive = of_rows.predictive.copy()
-    tails = [name for name in predictive if name.endswith("_tail")]
-    doubtful = [name for name, x in zip(names, left_out, strict=True) if x.how in _DOUBTS]
-    predictive.loc[predictive.index.isin(doubtful, level="silo"), tails] = np.nan
     return replace(of_rows, predictive=predictive)
 
 

@@ -32,8 +32,7 @@ class RowCheck:
         mean ``prediction`` without the row, and mean ``outcome``. At least ten rows each.
     :ivar predictive: for each observed site and silo: ``mean``, ``sd`` and share of ``zeros`` of
         the outcome, and the share of replicates above each (``mean_tail``, ...). Replicates are
-        what the other silos predict for this one. A share near 0 or 1 tells an outlier. NaN where
-        a check by silos could not leave the silo out.
+        what the other silos predict for this one. A share near 0 or 1 tells an outlier.
     """
 
     loo: "pd.DataFrame"

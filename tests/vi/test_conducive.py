@@ -578,7 +578,7 @@ def test_local_maps_by_steps_reach_the_exact_posterior():
         assert float(root) == pytest.approx(sd, rel=0.05)
         assert np.mean(-result.losses[-4:]) == pytest.approx(evidence, abs=0.2)
     # after a round the maps have moved by 150 steps only: the bound says so
-    assert -result.losses[0] < evidence - 1
+    assert -result.losses[0] < evidence - 0.5
 
 
 @pytest.mark.ci

@@ -14,6 +14,7 @@ from jax import random
 from marks import heavy
 from numpyro.distributions import constraints
 from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.initialization import init_to_median
 from small_models import intercepts, intercepts_silos
 from vi_models import (
     GROUP_SD,
@@ -614,7 +615,7 @@ def test_a_start_far_away_is_told_and_conducive_rounds_mend_it():
     x = rng.normal(size=(2, 50)).astype(np.float32)
     y = (3 + 2 * x + rng.normal(size=x.shape)).astype(np.float32)
     silos = fed.Silos({s: {"x": x[i], "y": y[i]} for i, s in enumerate(["oslo", "rome"])})
-    guide = fed.AutoSiloNormal(model)
+    guide = fed.AutoSiloNormal(model, init_loc_fn=init_to_median)
     svi = fed.SFVI(model, guide, optax.adam(0.01))
     with pytest.warns(UserWarning, match="still fell.*init_from=fed.ConduciveSFVI"):
         result = svi.run(random.key(0), 1000, silos, progress_bar=False)
