@@ -1,13 +1,13 @@
 """What a round costs over NVFLARE: ours by size of message, beside NVFLARE's own empty round.
 
     python tests/benchmarks/nvflare_rounds.py [--rounds 30] [--sizes 100 10000 1000000]
-    [--simulator]
+    [--simulator] [--record NAME]
 
 A server and three clients are provisioned and started on this machine (mutual TLS, loopback).
 "Empty" is a plain controller's ``broadcast_and_wait`` of an empty Shareable to an executor that
 replies with one, with NVFLARE's own periods and with ours. "Ours" is ``Transport.exchange`` of so
 many float32 each way. Medians of rounds after the first two. `--simulator` times the same in
-NVFLARE's simulator instead.
+NVFLARE's simulator too.
 """
 
 import argparse
@@ -17,13 +17,16 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from nvflare.apis.controller_spec import Task
 from nvflare.apis.executor import Executor
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable, make_reply
+from record import record
 
 from numpyro_fed.engines import nvflare as carrier
 
@@ -95,14 +98,15 @@ def empty_job(folder: Path, rounds: int, period: float | None) -> Path:
     return folder
 
 
-def report(name: str, times: list[float], beside: float | None) -> float:
-    median, low, high = statistics.median(times), min(times), max(times)
-    ratio = "" if beside is None else f"{median / beside:8.2f}"
-    print(f"{name:<34} {median:8.3f} s   ({low:.3f} to {high:.3f}){ratio}", flush=True)
-    return median
+def row_of(name: str, times: list[float]) -> dict[str, Any]:
+    """Return a row of the table, in seconds; print it."""
+    row = {"round": name, "median": statistics.median(times), "low": min(times), "high": max(times)}
+    print("{round:<40} {median:8.3f} s   ({low:.3f} to {high:.3f})".format_map(row), flush=True)
+    return {**row, "rounds": len(times)}
 
 
-def deployed(rounds: int, sizes: list[int], directory: Path) -> None:
+def deployed(rounds: int, sizes: list[int], directory: Path) -> Iterator[tuple[str, list[float]]]:
+    """Yield each kind of round and its seconds."""
     sys.path.insert(0, str(HERE.parent))
     from nvflare_deployment import Deployment, free_port, provisioned
 
@@ -119,33 +123,27 @@ def deployed(rounds: int, sizes: list[int], directory: Path) -> None:
                 raise RuntimeError(f"{job.name}: {status}")
             return json.loads(result)
 
-        few = min(rounds, 10)
-        report(
-            "empty, NVFLARE's own periods",
-            timed(empty_job(directory / "stock", few, None))["empty"],
-            None,
-        )
-        beside = report(
-            "empty, periods of 0.05 s",
-            timed(empty_job(directory / "empty", rounds, 0.05))["empty"],
-            None,
-        )
+        stock = empty_job(directory / "stock", min(rounds, 10), None)
+        yield "NVFLARE's empty round, its own periods", timed(stock)["empty"]
+        empty = empty_job(directory / "empty", rounds, 0.05)
+        yield "NVFLARE's empty round, periods of 0.05 s", timed(empty)["empty"]
         arguments = {"sizes": sizes, "rounds": rounds}
         job = carrier.write_job(directory / "job", RUN, MAKE_ECHO, NAMES, run_arguments=arguments)
         for size, times in timed(job).items():
-            report(f"ours, {int(size):,} floats each way", times, beside)
+            yield f"{int(size):,} floats", times
     finally:
         for site in list(deployment.processes):
             deployment.kill(site)
 
 
-def simulated(rounds: int, sizes: list[int], directory: Path) -> None:
+def simulated(rounds: int, sizes: list[int], directory: Path) -> Iterator[tuple[str, list[float]]]:
+    """Yield each kind of round in the simulator and its seconds."""
     arguments = {"sizes": sizes, "rounds": rounds}
     result = carrier.simulate(
-        RUN, MAKE_ECHO, NAMES, directory, run_arguments=arguments, timeout=550
+        RUN, MAKE_ECHO, NAMES, directory / "simulator", run_arguments=arguments, timeout=550
     )
     for size, times in json.loads(result).items():
-        report(f"simulator, {int(size):,} floats each way", times, None)
+        yield f"{int(size):,} floats, simulator", times
 
 
 if __name__ == "__main__":
@@ -156,10 +154,16 @@ if __name__ == "__main__":
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=[100, 10_000, 1_000_000], help="numbers of float32"
     )
-    parser.add_argument(
-        "--simulator", action="store_true", help="in NVFLARE's simulator instead of a deployment"
-    )
+    parser.add_argument("--simulator", action="store_true", help="in NVFLARE's simulator as well")
+    parser.add_argument("--record", metavar="NAME", help="write a file of docs/results")
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    start, kinds = time.time(), [deployed, simulated] if args.simulator else [deployed]
     with tempfile.TemporaryDirectory() as temporary:
-        (simulated if args.simulator else deployed)(args.rounds, args.sizes, Path(temporary))
+        rows = [
+            row_of(*found)
+            for kind in kinds
+            for found in kind(args.rounds, args.sizes, Path(temporary))
+        ]
+    if args.record:
+        record(args.record, rows, start)
