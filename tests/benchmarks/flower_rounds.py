@@ -2,23 +2,26 @@
 
 Messages of 1e2, 1e4 and 1e6 floats to each of some silos and back, beside Flower's own empty round.
 
-    python tests/benchmarks/flower_rounds.py [--silos 3] [--rounds 10] [--deployed]
+    python tests/benchmarks/flower_rounds.py [--silos 3] [--rounds 10] [--deployed] [--record NAME]
 
 Medians, after a round that is not counted. The silos echo, so that nothing but carrying is
 measured. "In process" is :class:`InProcessGrid`; with `--deployed` also a SuperLink and nodes on
-this machine, with TLS and node authentication: nodes of one lasting process, and Flower's
-SuperNodes, which start a process for every message.
+this machine, with TLS and node authentication: nodes of one lasting process, one such node, and
+Flower's SuperNodes, which start a process for every message.
 """
 
 import argparse
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from flower_deployment import Deployment
 from flower_standin import client, measured
+from record import record
 
 from numpyro_fed.engines.flower import InProcessGrid, client_app
 
@@ -45,8 +48,11 @@ def deployed(names: list[str], rounds: int, lasting: bool) -> dict[str, float]:
         return running.result(out, rounds, 1500)["medians"]
 
 
-def show(name: str, found: dict[str, float]) -> None:
-    print(f"{name:<16}" + "".join(f"{1e3 * x:14.2f}" for x in found.values()), flush=True)
+def row_of(nodes: str, silos: int, found: dict[str, float]) -> dict[str, Any]:
+    """Return a row of the table, in milliseconds; print it."""
+    row = {f"ms_{name}": 1e3 * x for name, x in found.items()}
+    print(f"{nodes:<14} {silos:3}" + "".join(f"{x:14.2f}" for x in row.values()), flush=True)
+    return {"nodes": nodes, "silos": silos, **row}
 
 
 if __name__ == "__main__":
@@ -58,14 +64,18 @@ if __name__ == "__main__":
         action="store_true",
         help="a SuperLink and nodes on this machine, too: minutes",
     )
+    parser.add_argument("--record", metavar="NAME", help="write a file of docs/results")
     args = parser.parse_args()
-    names = [f"silo{i}" for i in range(args.silos)]
-    print(
-        f"ms a round, {args.silos} silos   "
-        + "Flower empty".rjust(6)
-        + "".join(f"{n:10.0e} floats"[-14:] for n in FLOATS)
-    )
-    show("in process", in_process(names, args.rounds))
+    start, names = time.time(), [f"silo{i}" for i in range(args.silos)]
+    print("ms a round    silos  Flower empty" + "".join(f"{n:7.0e} floats" for n in FLOATS))
+    rows = [row_of("in process", args.silos, in_process(names, args.rounds))]
     if args.deployed:
-        show("lasting nodes", deployed(names, args.rounds, True))
-        show("SuperNodes", deployed(names, max(args.rounds // 3, 2), False))
+        for nodes, own, rounds in (
+            ("lasting nodes", names, args.rounds),
+            ("lasting nodes", names[:1], args.rounds),
+            ("SuperNodes", names, max(args.rounds // 3, 2)),
+        ):
+            found = deployed(own, rounds, nodes == "lasting nodes")
+            rows.append(row_of(nodes, len(own), found))
+    if args.record:
+        record(args.record, rows, start)
