@@ -2,7 +2,9 @@
 
 The same draws, seconds and memory of each.
 
-    python tests/benchmarks/many_silos.py --silos 100      # needs numpyro-fed[flower]
+    python tests/benchmarks/many_silos.py [--silos 100] [--record NAME]
+
+It needs numpyro-fed[flower].
 """
 
 import argparse
@@ -15,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from jax import random
 from numpyro.infer import MCMC
+from record import record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -48,19 +51,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--silos", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--record", metavar="NAME", help="write a file of docs/results")
     args = parser.parse_args()
     silos, runs = (
         made_up(args.silos),
         {"num_warmup": 0, "num_samples": args.rounds, "num_chains": 2, "progress_bar": False},
     )
-    before, start = memory(), time.perf_counter()
+    began, before, start = time.time(), memory(), time.perf_counter()
     mcmc = MCMC(fed.FSGLD(linear), chain_method="vectorized", **runs)
     mcmc.run(random.key(0), silos)
     expected = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
-    print(
-        f"at hand: {time.perf_counter() - start:.1f} s, {memory() - before:.0f} MiB more than "
-        "before"
-    )
+    row = {"silos": args.silos, "rounds": args.rounds, "seconds": time.perf_counter() - start}
+    row["mib"] = memory() - before
     before, start = memory(), time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
         sides = {}
@@ -72,16 +74,17 @@ def main() -> None:
         grid = InProcessGrid([client_app(lambda _, side=side: side) for side in sides.values()])
         remote = fed.RemoteMCMC(fed.FSGLD(linear), **runs)
         remote.run(random.key(0), connect(Flower(grid, silos.names), linear))
-        seconds = time.perf_counter() - start
-    print(
-        f"Flower's clients: {seconds:.1f} s, {seconds / args.silos:.3f} s and "
-        f"{(memory() - before) / args.silos:.2f} MiB a silo"
-    )
+        row["flower_seconds"] = time.perf_counter() - start
+    row["flower_mib"] = memory() - before
     got = np.asarray(remote.get_samples(group_by_chain=True)["beta"])
+    row["apart"] = float(np.abs(got - expected).max() / np.abs(expected).max())
     print(
-        "largest difference of a draw, relative: "
-        f"{np.abs(got - expected).max() / np.abs(expected).max():.1e}"
+        "inline {seconds:.1f} s, {mib:.0f} MiB more than before; Flower's clients "
+        "{flower_seconds:.1f} s, {flower_mib:.0f} MiB; largest difference of a draw, relative, "
+        "{apart:.1e}".format_map(row)
     )
+    if args.record:
+        record(args.record, [row], began)
 
 
 if __name__ == "__main__":
