@@ -3,7 +3,7 @@
 How far draws and parameters are from those of the inline fit, and seconds.
 
     python tests/benchmarks/engines.py [--rounds 50] [--engines loopback spmd2 spmd4 wire flower
-    nvflare] [--algorithms FSGLD push-sum ...]
+    nvflare] [--algorithms FSGLD push-sum ...] [--record NAME]
 
 Four silos, a model with a latent for each patient (tests/every_fit.py), four chains (of push-sum
 and gossip the four nodes of one network); variational fits by their global parameters and losses. A
@@ -20,9 +20,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from record import record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -181,23 +184,26 @@ def difference(found: dict, expected: dict) -> float:
     return float(np.nan_to_num(max(apart), nan=np.inf))
 
 
-def cell(name: str, found: dict | str, expected: dict) -> tuple[str, bool]:
-    """Return the text of a table's cell, and whether it is as it should be."""
-    if isinstance(found, str):
-        return found, found.startswith("not installed")
-    if name not in found:
-        return "not run", False
-    apart = difference(found[name], expected[name])
-    return (
-        f"{'bit for bit' if apart == 0 else f'{apart:.1e}'} ({float(found[name]['seconds']):.0f} "
-        "s)",
-        apart <= LIMIT,
-    )
+def row_of(name: str, found: dict[str, dict | str], expected: dict) -> tuple[dict[str, Any], bool]:
+    """Return a row of the table, and whether it is as it should be; print it."""
+    row, cells, good = {"algorithm": name, "hand_s": float(expected[name]["seconds"])}, [], True
+    for engine, fits in found.items():
+        if isinstance(fits, str) or name not in fits:
+            cells.append(fits if isinstance(fits, str) else "not run")
+            good &= cells[-1].startswith("not installed")
+            continue
+        apart, seconds = difference(fits[name], expected[name]), float(fits[name]["seconds"])
+        row |= {engine: apart, f"{engine}_s": seconds}
+        cells.append(f"{'bit for bit' if apart == 0 else f'{apart:.1e}'} ({seconds:.0f} s)")
+        good &= apart <= LIMIT
+    print(f"| {name} | {row['hand_s']:.0f} s | " + " | ".join(cells) + " |")
+    return row, good
 
 
-def main(
+def collected(
     rounds: int, engines: list[str], algorithms: list[str], keep: Path | None, show: bool
-) -> int:
+) -> dict[str, dict | str]:
+    """Return the results of the inline fits and of all engines, from a folder or new."""
     import every_fit
 
     found: dict[str, dict | str] = {}
@@ -217,24 +223,27 @@ def main(
         found[engine] = new if isinstance(new, str) else {**before, **new}
         if place is not None and isinstance(new, dict):
             place.write_bytes(every_fit.packed({**before, **new}))
-    expected = found["at hand"]
+    return found
+
+
+def main(args: argparse.Namespace) -> int:
+    start, rounds, engines = time.time(), args.rounds, args.engines
+    found = collected(rounds, engines, args.algorithms, args.keep, args.show)
+    expected = found.pop("at hand")
     if isinstance(expected, str):
         raise RuntimeError(f"at hand: {expected}")
     print(
         f"| {rounds} rounds | at hand | " + " | ".join(ENGINES[engine] for engine in engines) + " |"
     )
     print("|---" * (len(engines) + 2) + "|")
-    good = True
-    for name in algorithms:
-        cells = [cell(name, found[engine], expected) for engine in engines]
-        good &= all(ok for _, ok in cells)
-        seconds = f"{float(expected[name]['seconds']):.0f} s"
-        print(f"| {name} | {seconds} | " + " | ".join(text for text, _ in cells) + " |")
+    rows = [row_of(name, found, expected) for name in args.algorithms]
     print(
         "| SGLD: needs all rows at one place, so that DSGLD is in its stead | runs |"
         + " cannot |" * len(engines)
     )
-    return 0 if good else 1
+    if args.record:
+        record(args.record, [row for row, _ in rows], start)
+    return 0 if all(good for _, good in rows) else 1
 
 
 if __name__ == "__main__":
@@ -246,6 +255,7 @@ if __name__ == "__main__":
     parser.add_argument("--algorithms", nargs="+", choices=fits.FITS, default=list(fits.FITS))
     parser.add_argument("--keep", type=Path, help="a folder")
     parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--record", metavar="NAME", help="write a file of docs/results")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--processes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", help=argparse.SUPPRESS)
@@ -254,4 +264,4 @@ if __name__ == "__main__":
     if args.process is not None:
         one_process(args.process, args.processes, args.port, args.rounds, args.algorithms, args.out)
     else:
-        sys.exit(main(args.rounds, args.engines, args.algorithms, args.keep, args.show))
+        sys.exit(main(args))
