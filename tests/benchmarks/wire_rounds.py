@@ -3,7 +3,7 @@
 Beside it is the same call without bytes. A silo receives n floats, which it keeps (on disk, over
 the wire); and FSGLD's rounds of two chains on a small model.
 
-    python tests/benchmarks/wire_rounds.py
+    python tests/benchmarks/wire_rounds.py [--record NAME]
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax import random
+from record import record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -25,6 +26,9 @@ import numpyro_fed as fed
 from numpyro_fed.engines.wire import connect
 from numpyro_fed.mcmc.remote import TellLocal
 from numpyro_fed.rounds.worker import Call
+
+# axes that messages have in two dimensions: others are refused
+SHAPES: tuple[tuple[int, ...], ...] = ((25, 4), (156, 8, 8), (244, 8, 8, 8, 8))
 
 
 class InProcess:
@@ -38,9 +42,9 @@ class InProcess:
         return {name: self.sides[name].answer(data) for name, data in messages.items()}
 
 
-def told(silos: fed.RemoteSilos, n: int, repeats: int) -> float:
-    """Median milliseconds of a message of n floats to one silo."""
-    message, times = random.normal(random.key(0), (n // 100, 100)), []  # one axis counts as points
+def told(silos: fed.RemoteSilos, shape: tuple[int, ...], repeats: int) -> float:
+    """Median milliseconds of a message of an array of floats to one silo."""
+    message, times = random.normal(random.key(0), shape), []
     jax.block_until_ready(message)
     for _ in range(repeats):
         start = time.perf_counter()
@@ -64,22 +68,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--record", metavar="NAME", help="write a file of docs/results")
     args = parser.parse_args()
-    every = carried_fit.silos()
+    start, rows, every = time.time(), [], carried_fit.silos()
     with tempfile.TemporaryDirectory() as folder:
         there = fed.RemoteSilos(every, fed.Loopback(every))
         wired = connect(InProcess(every.names, Path(folder)), linear)
-        print("ms, median             without bytes   over the wire")
-        for n in (100, 10_000, 1_000_000):
-            print(
-                f"{n:>9,} floats told {told(there, n, args.repeats):>14.2f} "
-                f"{told(wired, n, args.repeats):>15.2f}"
-            )
+        for shape in SHAPES:
+            plain, bytewise = (told(silos, shape, args.repeats) for silos in (there, wired))
+            what = f"{np.prod(shape):,} floats told"
+            rows.append({"what": what, "plain": plain, "wire": bytewise})
         kernels = [fed.FSGLD(linear), fed.FSGLD(linear)]
         plain, bytewise = (
             rounds(s, k, args.rounds) for s, k in zip((there, wired), kernels, strict=True)
         )
-        print(f"a round of two chains {plain:>12.2f} {bytewise:>15.2f}")
+        rows.append({"what": "a round of two chains", "plain": plain, "wire": bytewise})
+    print("ms, median             without bytes   over the wire")
+    for row in rows:
+        print("{what:<22} {plain:>13.2f} {wire:>15.2f}".format_map(row))
+    if args.record:
+        record(args.record, rows, start)
 
 
 if __name__ == "__main__":
