@@ -15,7 +15,7 @@ Each has a time limit (``SIGALRM``), and may take 64 MiB more than its message. 
 of resident memory (``VmHWM``, which writing 5 to ``/proc/self/clear_refs`` sets back): it sees what
 JAX and NumPy take beside Python's own objects, which tracemalloc does not, and costs microseconds.
 
-    python tests/benchmarks/fuzz.py --count 100000 --seed 7
+    python tests/benchmarks/fuzz.py --count 100000 --seed 7 [--record NAME]
 """
 
 import argparse
@@ -40,6 +40,7 @@ import jax
 import numpy as np
 import optax
 from jax import random
+from record import record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -563,6 +564,18 @@ def report(case: Case, count: int, args: argparse.Namespace) -> Tally:
     return tally
 
 
+def table(tallies: list[Tally]) -> list[dict[str, Any]]:
+    """Return a row for each type of message, of all fits that have it."""
+    rows: dict[str, dict[str, Any]] = {}
+    for tally in tallies:
+        kind = tally.type.split(": ")[1]
+        row = rows.setdefault(kind, {"type": kind, "changes": 0, "slowest": 0.0, "failures": 0})
+        row["changes"] += tally.count
+        row["slowest"] = max(row["slowest"], tally.slowest)
+        row["failures"] += len(tally.failures)
+    return list(rows.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Changed messages.")
     parser.add_argument(
@@ -574,7 +587,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="types whose name has this")
     parser.add_argument("--fits", default=",".join(SETTINGS), help="with commas between")
+    parser.add_argument("--record", metavar="NAME", help="write a file of docs/results")
     args = parser.parse_args()
+    start, tallies = time.time(), []
     print(f"seed {args.seed}")
     with tempfile.TemporaryDirectory() as folder:
         cases = []
@@ -582,22 +597,22 @@ def main() -> None:
             (place := Path(folder, name)).mkdir()
             cases += [c for c in recorded(name, place) if args.only in c.type]
         fits = Counter(case.type.split(": ")[1] for case in cases)
-        sent, failures = Counter(), 0
         for case in cases:
             kind = case.type.split(": ")[1]
-            tally = report(case, -(-args.count // fits[kind]), args)
-            sent[kind] += tally.count
-            failures += len(tally.failures)
-    least, count = min(sent.items(), key=lambda x: x[1])
+            tallies.append(report(case, -(-args.count // fits[kind]), args))
+    rows = table(tallies)
+    least = min(rows, key=lambda row: row["changes"])
     print(
-        f"{len(sent)} types, {sum(sent.values()):,} changes, least {count:,} ({least}), {failures} "
-        "failures"
+        f"{len(rows)} types, {sum(row['changes'] for row in rows):,} changes, least "
+        f"{least['changes']:,} ({least['type']}), {sum(row['failures'] for row in rows)} failures"
     )
     ends = Counter()
     for seed in range(args.seed, args.seed + 5):
         with tempfile.TemporaryDirectory() as folder:
             ends[whole_run(Path(folder), seed)] += 1
     print(dict(ends))
+    if args.record:
+        record(args.record, rows, start)
 
 
 if __name__ == "__main__":
