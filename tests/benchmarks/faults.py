@@ -6,7 +6,7 @@ before. In some the disk of the server, or of one silo, is full from a random mo
 seconds. A trial ends well if the draws are those of the undisturbed run, bit for bit. It also ends
 well if the run's error says that it did not end, and its draws are the first of these.
 
-    python tests/benchmarks/faults.py --trials 40
+    python tests/benchmarks/faults.py [--trials 40] [--record NAME]
 """
 
 import argparse
@@ -24,9 +24,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from record import record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -39,6 +41,7 @@ from numpyro_fed.engines.wire import connect
 CHAINS = 2
 NAMES: tuple[str, ...] = ("0", "1", "2")
 PATIENCE = 20.0  # seconds that a server waits for a silo
+SAME = "the undisturbed draws"
 SLOWLY = 0.03  # seconds that a message takes, so that moments are many
 
 
@@ -288,7 +291,7 @@ class Trial:
             )
         got = np.load(place)
         if got.shape == expected.shape:
-            return "the undisturbed draws" if (got == expected).all() else "WRONG DRAWS"
+            return SAME if (got == expected).all() else "WRONG DRAWS"
         said = place.with_suffix(".txt").read_text()
         same = "are kept" in said and (got == expected[:, : got.shape[1]]).all()
         return f"the first {got.shape[1]}, in words: {said[-200:]}" if same else "WRONG DRAWS"
@@ -300,16 +303,53 @@ class Trial:
             disk.end()
 
 
+def one_trial(
+    number: int, folder: Path, rounds: int, messages: int, rng: np.random.Generator
+) -> tuple[Trial, dict[str, Any]]:
+    """Make a trial; return it, and what was done to it for how many seconds."""
+    silo, start = str(rng.choice(NAMES)), time.monotonic()
+    folder.mkdir()
+    victims = [] if number < 0 else [[silo], ["server"], [silo, "server"]][number % 3]
+    full = (
+        None
+        if number < 0 or number % 4 != 3
+        else ("server", str(rng.choice(NAMES)))[number // 4 % 2]
+    )
+    trial = Trial(folder, rounds, messages, rng)
+    try:
+        trial.go(victims, full)
+        made = ", ".join(trial.made) or "undisturbed"
+    finally:
+        trial.end()
+    killed = " and ".join("server" if who == "server" else "silo" for who in victims)
+    disk = {None: "", "server": "server"}.get(full, "silo")
+    seconds = time.monotonic() - start
+    return trial, {"made": made, "killed": killed, "disk": disk, "seconds": seconds}
+
+
+def table(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each kind of trial."""
+    rows = []
+    for killed, disk in sorted({(x["killed"], x["disk"]) for x in trials}):
+        own = [x for x in trials if (x["killed"], x["disk"]) == (killed, disk)]
+        row = {"killed": killed, "disk": disk, "trials": len(own)}
+        row["same"] = sum(x["outcome"] == SAME for x in own)
+        seconds = [x["seconds"] for x in own]
+        rows.append({**row, "low": min(seconds), "high": max(seconds)})
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", metavar="NAME", help="write a file of docs/results")
     args = parser.parse_args()
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(1)
     )  # processes are ended, and disks unmounted
-    rng, ends = np.random.default_rng(args.seed), Counter[str]()
+    rng, trials, began = np.random.default_rng(args.seed), [], time.time()
     with tempfile.TemporaryDirectory() as place:
         jax.config.update("jax_compilation_cache_dir", f"{place}/programs")
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -319,21 +359,8 @@ def main() -> int:
         expected = np.load(file)
         messages = 0
         for number in range(-1, args.trials):  # the first is not disturbed, to be counted
-            folder, silo = Path(place) / str(number), str(rng.choice(NAMES))
-            folder.mkdir()
-            victims = [] if number < 0 else [[silo], ["server"], [silo, "server"]][number % 3]
-            full = (
-                None
-                if number < 0 or number % 4 != 3
-                else ("server", str(rng.choice(NAMES)))[number // 4 % 2]
-            )
-            start = time.monotonic()
-            trial = Trial(folder, args.rounds, messages, rng)
-            try:
-                trial.go(victims, full)
-                made, outcome = ", ".join(trial.made) or "undisturbed", trial.outcome(expected)
-            finally:
-                trial.end()
+            trial, facts = one_trial(number, Path(place) / str(number), args.rounds, messages, rng)
+            outcome = trial.outcome(expected)
             if number < 0:
                 messages, disk = trial.count(), trial.disks["server"].mounted
                 print(
@@ -341,13 +368,16 @@ def main() -> int:
                     "a file system of 4 MB" if disk else "RLIMIT_FSIZE of the process",
                 )
             else:
-                ends[outcome.split(":")[0]] += 1
+                trials.append({**facts, "outcome": outcome.split(":")[0]})
             print(
-                f"trial {number + 1}: {made} ({time.monotonic() - start:.0f} s): {outcome}",
+                f"trial {number + 1}: {facts['made']} ({facts['seconds']:.0f} s): {outcome}",
                 flush=True,
             )
+    ends = Counter(x["outcome"] for x in trials)
     for outcome, count in ends.items():
         print(f"{count} of {args.trials}: {outcome}")
+    if args.record:
+        record(args.record, table(trials), began)
     wrong = [o for o in ends if o.startswith(("WRONG", "NO WORDS"))]
     return 1 if wrong or sum(ends.values()) != args.trials else 0
 
