@@ -7,10 +7,10 @@ from jax import Array, lax
 def log_risk(eta: Array, time: Array, strata: Array) -> Array:
     r"""Return the log of the summed hazards of those at risk when each row's time ends.
 
-    Cox's partial likelihood of row i, with ties as by Breslow, is its event times
-    :math:`\eta_i - \log \sum_{j \in R_i} e^{\eta_j}`, where :math:`R_i` are the rows of the same
-    stratum whose time is not below :math:`t_i`. This is the second term. It takes n log n steps,
-    and no array of n by n.
+    Where row i has an event, its term of Cox's partial likelihood is
+    :math:`\eta_i - \log \sum_{j \in R_i} e^{\eta_j}`, with ties as by Breslow. :math:`R_i` are the
+    rows of the same stratum whose time is not below :math:`t_i`. This is the second term. It takes
+    n log n steps, and no array of n by n.
 
     :param eta: log hazard of each row ``(n,)``.
     :param time: time of the event or of censoring ``(n,)``.

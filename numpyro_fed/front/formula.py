@@ -23,7 +23,7 @@ CALL = re.compile(rf"\b({'|'.join(OWN)})\(")
 # names in a written model
 _USED = {
     *("x", "y", "eta", "intercept", "slopes", "offset", "weights", "trials", "event", "model"),
-    *("stratum", "strata", "rows", "hazard", "at_risk", "log_risk", "of_level"),
+    *("stratum", "strata", "rows", "hazard", "log_risk", "of_level"),
     *("sigma", "nu", "dispersion", "shape", "precision", "cuts"),
     *("jax", "jnp", "numpyro", "dist", "fed"),
 }

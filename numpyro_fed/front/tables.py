@@ -120,9 +120,10 @@ def column(table: pd.DataFrame, name: str, silo: str) -> pd.Series:
             raise ValueError(
                 f"silo {silo!r}, column {name!r}, row {row}: expected finite numbers, got infinity"
             )
-        if (numbers == _MISSING_IN_R).any():
+        if (missing := numbers == _MISSING_IN_R).any():
+            row = int(np.argmax(missing))
             raise ValueError(
-                f"silo {silo!r}, column {name!r}, row {int(np.argmin(numbers))}: {_MISSING_IN_R} "
+                f"silo {silo!r}, column {name!r}, row {row}: {_MISSING_IN_R} "
                 "is what reticulate makes of R's missing integer (missing text becomes 'NA'); "
                 "expected the path of a CSV file, by write.csv"
             )
